@@ -196,7 +196,7 @@ if triton is not None:
         first, width = gradients[0], projections[0].shape[-1]
         shape = (count_of(gradients), first.shape[-2])
         images = torch.empty(*shape, width, dtype=torch.float32, device=first.device)
-        squares = torch.zeros(shape, dtype=torch.float32, device=first.device)
+        squares = torch.empty(shape, dtype=torch.float32, device=first.device)
         if images.numel():
             _launch(gradients, projections, images, squares)
         return images, squares

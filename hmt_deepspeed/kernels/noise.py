@@ -207,9 +207,11 @@ def normal_quantiles(device: torch.device) -> Tensor:
     return torch.cat((-half.flip(0), half)).float().to(device)
 
 
-def normals_reference(keys: Tensor, rows: int, columns: int, first_row: int = 0) -> Tensor:
+def normals_reference(
+    keys: Tensor, rows: int, columns: int, first_row: int = 0, scale: float = 1.0
+) -> Tensor:
     """Torch twin of the kernel; see :func:`normals`."""
-    table, count = normal_quantiles(keys.device), rows * columns
+    table, count = normal_quantiles(keys.device) * scale, rows * columns
     # before: half of a pair is of the row above
     first_pair, before = divmod(first_row * columns, 2)
     pairs = -(-(before + count) // 2)
@@ -261,7 +263,7 @@ if triton is not None:
     # Not specialised: another shard must not compile another kernel.
     @triton.jit(do_not_specialize=["first_pair", "before"])
     def _normals_kernel(  # type: ignore[no-untyped-def]
-        keys_ptr, table_ptr, out_ptr, count, first_pair, before, BLOCK_PAIRS: tl.constexpr
+        keys_ptr, table_ptr, out_ptr, count, first_pair, before, scale, BLOCK_PAIRS: tl.constexpr
     ):
         blocks = tl.cdiv(before + count, 2 * BLOCK_PAIRS)
         member = (tl.program_id(0) // blocks).to(tl.int64)
@@ -272,10 +274,13 @@ if triton is not None:
         odd = tl.load(table_ptr + (bits >> 16).to(tl.int32))
         position = tl.interleave(2 * pair, 2 * pair + 1) - before
         target = out_ptr + member * count + position
-        tl.store(target, tl.interleave(even, odd), mask=(position >= 0) & (position < count))
+        value = tl.interleave(even, odd) * scale
+        tl.store(target, value, mask=(position >= 0) & (position < count))
 
     @on_its_device
-    def normals_triton(keys: Tensor, rows: int, columns: int, first_row: int = 0) -> Tensor:
+    def normals_triton(
+        keys: Tensor, rows: int, columns: int, first_row: int = 0, scale: float = 1.0
+    ) -> Tensor:
         """Triton launcher; see :func:`normals`."""
         out = torch.empty(len(keys), rows, columns, dtype=torch.float32, device=keys.device)
         if out.numel() > 0:
@@ -283,18 +288,20 @@ if triton is not None:
             count = rows * columns
             grid = (len(keys) * triton.cdiv(before + count, 2 * _BLOCK_PAIRS),)
             table = normal_quantiles(keys.device)
-            places = (count, first_pair, before)
+            places = (count, first_pair, before, scale)
             _normals_kernel[grid](keys, table, out, *places, BLOCK_PAIRS=_BLOCK_PAIRS)
         return out
 
 
-def normals(keys: Tensor, rows: int, columns: int, first_row: int = 0) -> Tensor:
-    """Standard normals of a stack of matrices, bit for bit the same on every device.
+def normals(
+    keys: Tensor, rows: int, columns: int, first_row: int = 0, scale: float = 1.0
+) -> Tensor:
+    """Normals of a stack of matrices, of mean 0 and a deviation, bit for bit the same on every device.
 
     Args:
         keys: B x 2, int32, contiguous: halves of each matrix' key, from :func:`step_keys`.
         rows, columns: of a matrix, of at most 2^33 elements. first_row: of the whole matrix, where only ``rows`` of its
-            rows are drawn, the same as whole.
+            rows are drawn, the same as whole. scale: the deviation.
 
     Returns:
         B x rows x columns, fp32.
@@ -308,4 +315,4 @@ def normals(keys: Tensor, rows: int, columns: int, first_row: int = 0) -> Tensor
     ):  # of a dry run: the table is none of its tensors, and would outlive it
         return keys.new_empty((len(keys), rows, columns), dtype=torch.float32)
     draw = normals_triton if keys.is_cuda and triton is not None else normals_reference
-    return draw(keys, rows, columns, first_row)
+    return draw(keys, rows, columns, first_row, scale)

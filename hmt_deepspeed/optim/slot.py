@@ -162,6 +162,11 @@ class Slot:
         return total
 
     @property
+    def has_room(self) -> bool:
+        """Whether the accumulated gradient is where the linear has been given room for it."""
+        return self.linear is not None and self.param.grad is None
+
+    @property
     def has_gradient(self) -> bool:
         """Whether a backward has left one since the last step."""
         return self.param.grad is not None or (

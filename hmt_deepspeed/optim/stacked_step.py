@@ -36,31 +36,40 @@ class StackedStep:
     def __init__(self) -> None:
         self._stacks, self._numbers = Stacks(), StepNumbers()
 
-    def _parts(self, slots: Sequence[Slot]) -> Iterator[tuple[Stack, list[Slot]]]:
-        """Matrices that step together, with their slots."""
+    def _together(self, slots: Sequence[Slot]) -> Iterator[tuple[Stack, list[Slot]]]:
+        """Stacks, with the slots of their members."""
         by_matrix = {slot.matrix: slot for slot in slots if slot.matrix is not None}
         kinds = [slot.kind for slot in by_matrix.values()]
         for stack in self._stacks.of(list(by_matrix), kinds):
-            for part in stack.parts(MOST_ALIVE):
-                yield part, [by_matrix[matrix] for matrix in part.members]
+            yield stack, [by_matrix[matrix] for matrix in stack.members]
+
+    def _groups(self, slots: Sequence[Slot]) -> Iterator[tuple[Stack, list[Slot]]]:
+        """Matrices whose updates are alive at once, with their slots, where there is a gradient."""
+        for stack, members in self._together(slots):
+            begin, has_room = 0, all(slot.has_room for slot in members)
+            for group in stack.groups(MOST_ALIVE, has_room):
+                own = members[begin : begin + len(group.members)]
+                begin += len(own)
+                if any(slot.has_gradient for slot in own):
+                    yield group, own
+            for place in range(len(members)):
+                stack.free(MOST_ALIVE, place)
 
     def make_room(self, slots: Sequence[Slot]) -> None:
         """Let the coming backwards leave their products side by side."""
-        for stack, members in self._parts(slots):
+        for stack, members in self._together(slots):
             for place, slot in enumerate(members):
                 if slot.linear is not None:
-                    slot.linear.room = partial(stack.room, torch.float32, place)
+                    slot.linear.room = partial(stack.room, torch.float32, MOST_ALIVE, place)
 
     @fp32_products()
     def square_norms(self, slots: Sequence[Slot]) -> list[Tensor]:
         """Squared norms of the gradients that are there, estimated when projected; of the matrices (B,), of others
         0-dim; fp32."""
         found = []
-        for stack, members in self._parts(slots):
-            if not any(slot.has_gradient for slot in members):
-                continue
-            gradient, factor = _gradients(stack, members)
-            sums = stack.measure(gradient, slice(None))
+        for stack, members in self._groups(slots):
+            gradients, factor = _gradients(stack, members)
+            sums = stack.measure(stack.parts(MOST_ALIVE), gradients, slice(None))
             found.append(torch.where(factor != 0, stack.square_norms(sums), 0.0))
         for slot in slots:
             if slot.matrix is None and slot.param.grad is not None:
@@ -75,26 +84,26 @@ class StackedStep:
         Args:
             step: number of the step. clipped: what clipping has multiplied the gradients by.
         """
-        for stack, members in self._parts(slots):
-            if not any(slot.has_gradient for slot in members):
-                continue
-            gradient, factor = _gradients(stack, members)
+        for stack, members in self._groups(slots):
+            parts, (gradients, factor) = stack.parts(MOST_ALIVE), _gradients(stack, members)
             for slot, matrix in zip(members, stack.members, strict=True):
                 matrix.moments.steps += slot.has_gradient
                 if slot.linear is not None:
                     slot.linear.take()
             clip = clipped.to(stack.device) if isinstance(clipped, Tensor) else clipped
-            seen = stack.measure(gradient, slice(None))
+            seen = stack.measure(parts, gradients, slice(None))
             factor = stack.taken(factor, seen)
             stack.observe(seen, clip)
             hyper, number = self._hyper(members[0]), self._numbers.step(step, stack.device)
-            update, sums = stack.advance(
-                gradient, factor, betas=hyper["betas"], eps=hyper["eps"], step=number
+            updates, sums = stack.advance(
+                parts, gradients, factor, betas=hyper["betas"], eps=hyper["eps"], step=number
             )
-            del gradient
-            change = stack.finish(update, sums, factor)
-            self._apply(stack, members, change, hyper, step)
-            stack.free()
+            del gradients
+            changes = stack.finish(parts, updates, sums, factor)
+            del updates
+            for (begin, end), change in zip(stack.pieces(MOST_ALIVE), changes, strict=True):
+                self._apply(stack.part(begin, end), members[begin:end], change, hyper, step)
+            del changes, change
         self._take_dense([s for s in slots if s.matrix is None and s.param.grad is not None], step)
 
     def _apply(
@@ -161,19 +170,21 @@ class StackedStep:
                 slot.write_back(small.weight if small.copy is None else small.copy)
 
 
-def _gradients(stack: Stack, members: Sequence[Slot]) -> tuple[Gradients, Tensor]:
-    """The gradients of a stack, fp32 where they lie side by side, and 1 for each matrix that has one, 0 for the others."""
-    parts = [slot.reduced() for slot in members]
-    given = [part for part in parts if part is not None]
-    if len(given) == len(parts):
+def _gradients(stack: Stack, members: Sequence[Slot]) -> tuple[list[Gradients], Tensor]:
+    """The gradients of each part of a stack, fp32 where they lie side by side, and 1 for each matrix that has one, 0 for
+    the others."""
+    reduced = [slot.reduced() for slot in members]
+    given = [gradient for gradient in reduced if gradient is not None]
+    if len(given) == len(reduced):
         factor = torch.ones(len(stack.base_keys), device=stack.device)
     else:
-        there = stack.of_each([float(part is not None) for part in parts])
+        there = stack.of_each([float(gradient is not None) for gradient in reduced])
         factor = upload(there, torch.float32, stack.device)
         zeros = torch.zeros_like(given[0])
-        given = [zeros if part is None else part for part in parts]
+        given = [zeros if gradient is None else gradient for gradient in reduced]
     if stack.reads_whole_rows:
-        return alike(given), factor
-    if stack.first.takes_whole:  # they are the user's, and are used up
-        return torch.stack(given).flatten(0, -3).float(), factor
-    return stacked(given).flatten(0, -3).float(), factor
+        return list(stack.by_parts(alike(given), MOST_ALIVE)), factor
+    # whole ones are the user's, and are used up
+    joined = torch.stack if stack.first.takes_whole else stacked
+    parts = [joined(own).flatten(0, -3).float() for own in stack.by_parts(given, MOST_ALIVE)]
+    return [part.contiguous() for part in parts], factor

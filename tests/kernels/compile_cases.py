@@ -22,6 +22,7 @@ from hmt_deepspeed.kernels import (
     low_rank_update,
     moment_update,
     noise,
+    row_squares,
     stochastic_rounding,
     token_blocks,
 )
@@ -180,11 +181,30 @@ def int8_moment_cases() -> Iterator[Case]:
     yield fixed("int8 moments, residual", int8_moment_update._row_residual_kernel, types, rows)
 
 
+def squares_case(matrix: str, by_columns: bool, split: bool) -> Case:
+    rows, columns = row_squares._TILES[by_columns]
+
+    def variant(capability: int, aligned: bool) -> Variant:
+        return "*i64 *fp32 *fp32 i32 i32 i32 i64 i64", {
+            "TYPE": TRITON_DTYPES[FLOATS[matrix]],
+            "ALIGNED": aligned,
+            "SPLIT": split,
+            "BLOCK_ROWS": rows,
+            "BLOCK_COLUMNS": columns,
+        }
+
+    name = f"squares of rows of {matrix}{' by columns' if by_columns else ''}"
+    return Case(name, row_squares._row_squares_kernel, variant)
+
+
 CASES = [
+    squares_case("fp32", False, True),
+    squares_case("bf16", False, False),
+    squares_case("fp16", True, False),
     fixed(
         "normals",
         noise._normals_kernel,
-        "*i32 *fp32 *fp32 i32 i32 i32",
+        "*i32 *fp32 *fp32 i32 i32 i32 fp32",
         {"BLOCK_PAIRS": noise._BLOCK_PAIRS},
     ),
     *(

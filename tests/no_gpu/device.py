@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,13 +164,33 @@ def _replace_torch_cuda() -> None:
 
 
 def _number_memory() -> None:
-    """Give memory that is not there an address of its own, by which the package knows one input from another."""
+    """Give memory that is not there an address of its own, by which the package knows one input from another; what is let
+    go of is given again to what is as large, as torch's allocator does."""
     import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    # By number of bytes, addresses and what has them, whose own number does not come again while it is here.
+    given: dict[int, dict[int, StorageWeakRef]] = {}
+    known: dict[int, int] = {}
+    fresh = count(1 << 40, 1 << 40)
+
+    def of_storage(storage: torch.UntypedStorage) -> int:
+        if storage._cdata not in known:
+            alike = given.setdefault(storage.nbytes(), {})
+            found = next((a for a, holder in alike.items() if holder.expired()), None)
+            if found is None:
+                found = next(fresh)
+            else:
+                del known[alike[found].cdata]
+            alike[found] = StorageWeakRef(storage)
+            known[storage._cdata] = found
+        return known[storage._cdata]
 
     def address(tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+        storage = tensor.untyped_storage()
+        return of_storage(storage) + tensor.storage_offset() * tensor.element_size()
 
-    torch.UntypedStorage.data_ptr = lambda storage: storage._cdata
+    torch.UntypedStorage.data_ptr = of_storage
     torch.Tensor.data_ptr = address
 
 

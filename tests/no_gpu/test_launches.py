@@ -22,73 +22,74 @@ HIDDEN = 1024
 # new basis, with all of them. waits, at_refresh, at_first: of the host, in forward, backward and step together.
 # deepspeed: what DeepSpeed itself waits for, in an ordinary step. unpinned: copies to the device from such memory.
 # Of mixtures, whose subject says how many experts a layer has, an ordinary step's launches are those of any number.
-# Launches are those of all modes counted in one process, and two: a mode alone uploads tables that others had before.
+# Launches are those of all modes counted in one process, and two, first twenty: a mode alone uploads tables that others
+# had before.
 TABLE = """
 subject ranks mode              launches    a_layer    refresh      first      waits at_refresh   at_first  deepspeed   unpinned
-bare    1     default                202          0        981       1886          0         12         16          0          0
-bare    1     right                  202          0        334       1842          0          2         15          0          0
-bare    1     left                   201          0        333       1841          0          2         15          0          0
-bare    1     auto                   186          0        318       1826          0          2         15          0          0
-bare    1     two_sided              343          3        499       2165          0          2         15          0          0
-bare    1     full_residual          316          1        428       1698          0          2         15          0          0
-bare    1     no_residual            169          0        301       1809          0          2         15          0          0
-bare    1     random                 250         -1        304        301          0          0          0          0          0
-bare    1     factored               253          0        384       1963          0          2         15          0          0
-bare    1     apollo                 235          0        235        280          0          0          0          0          0
-bare    1     apollo_mini            250          0        250        295          0          0          0          0          0
+bare    1     default                193          0        973       1842          0         12         16          0          0
+bare    1     right                  193          0        325       1793          0          2         15          0          0
+bare    1     left                   192          0        324       1793          0          2         15          0          0
+bare    1     auto                   177          0        309       1776          0          2         15          0          0
+bare    1     two_sided              328          3        484       2110          0          2         15          0          0
+bare    1     full_residual          304          1        416       1666          0          2         15          0          0
+bare    1     no_residual            160          0        292       1765          0          2         15          0          0
+bare    1     random                 239          0        292        301          0          0          0          0          0
+bare    1     factored               250          0        380       1898          0          2         15          0          0
+bare    1     apollo                 214          0        214        280          0          0          0          0          0
+bare    1     apollo_mini            229          0        229        295          0          0          0          0          0
 bare    1     adamw                   19          3         19        106          0          0          0          0          0
-bare    1     int8_states            275          0        414       1975          0          2         15          0          0
-bare    1     int8_factored          305          0        440       2061          0          2         15          0          0
-bare    1     bf16_states            261          0        396       1901          0          2         15          0          0
-bare    1     int8_weights           223          0        355       1849          0          2         15          0          0
-bare    1     no_masters             243          0        375       1863          0          2         15          0          0
-bare    1     share_basis            201          0        413        496          0          2          0          0          0
-bare    1     module_rules           325          0        457       1745          0          2         13          0          0
-mixture-8   1     right                  198          0        330       1755          0          2         16          0          0
-mixture-8   1     own_bases              230          0        362       1613          0          2         13          0          0
-mixture-8   1     full_residual          328          2        440       1666          0          2         16          0          0
-mixture-8   1     apollo                 242          2        241        293          0          0          0          0          0
-mixture-8   1     int8_factored          329         16        464       1963          0          2         16          0          0
+bare    1     int8_states            266          0        404       1903          0          2         15          0          0
+bare    1     int8_factored          302          0        436       1984          0          2         15          0          0
+bare    1     bf16_states            252          0        387       1851          0          2         15          0          0
+bare    1     int8_weights           214          0        346       1802          0          2         15          0          0
+bare    1     no_masters             234          0        366       1816          0          2         15          0          0
+bare    1     share_basis            192          0        398        493          0          2          0          0          0
+bare    1     module_rules           305          0        437       1701          0          2         13          0          0
+mixture-8   1     right                  191          0        323       1755          0          2         16          0          0
+mixture-8   1     own_bases              223          0        355       1613          0          2         13          0          0
+mixture-8   1     full_residual          318          2        430       1666          0          2         16          0          0
+mixture-8   1     apollo                 221          0        220        293          0          0          0          0          0
+mixture-8   1     int8_factored          328         16        463       1963          0          2         16          0          0
 mixture-8   1     int8_weights           219          0        351       1764          0          2         16          0          0
-mixture-8   1     no_masters             248          0        380       1786          0          2         16          0          0
-mixture-32  1     right                  198          0        330       1775          0          2         16          0          0
-mixture-32  1     own_bases              230          0        362       1759          0          2         15          0          0
-mixture-32  1     full_residual          328          2        440       1686          0          2         16          0          0
-mixture-32  1     apollo                 242          2        241        294          0          0          0          0          0
-mixture-32  1     int8_factored          329         16        464       1983          0          2         16          0          0
+mixture-8   1     no_masters             241          0        373       1786          0          2         16          0          0
+mixture-32  1     right                  191          0        323       1775          0          2         16          0          0
+mixture-32  1     own_bases              223          0        355       1759          0          2         15          0          0
+mixture-32  1     full_residual          318          2        430       1686          0          2         16          0          0
+mixture-32  1     apollo                 221          0        220        294          0          0          0          0          0
+mixture-32  1     int8_factored          328         16        463       1983          0          2         16          0          0
 mixture-32  1     int8_weights           219          0        351       1784          0          2         16          0          0
-mixture-32  1     no_masters             248          0        380       1806          0          2         16          0          0
-zero2   1     right                  252          0        382       1806          0          2         15          2          0
-zero2   1     two_sided              398          3        552       2132          0          2         15          2          0
-zero2   1     int8_weights           275          0        405       1827          0          2         15          2          0
-zero2   1     basis_cache            302         21        433       1888          0          3         16          2          0
-zero2   1     activations            254          0        384       1806          0          2         15          2          0
-zero2   1     fpdt                   254          0        384       1806          0          2         21          2          0
-zero2   1     offload                268         14        399       1872          2          3         16          2          0
+mixture-32  1     no_masters             241          0        373       1806          0          2         16          0          0
+zero2   1     right                  245          0        375       1806          0          2         15          2          0
+zero2   1     two_sided              383          3        537       2132          0          2         15          2          0
+zero2   1     int8_weights           266          0        396       1827          0          2         15          2          0
+zero2   1     basis_cache            290         21        421       1888          0          3         16          2          0
+zero2   1     activations            245          0        375       1806          0          2         15          2          0
+zero2   1     fpdt                   245          0        375       1806          0          2         21          2          0
+zero2   1     offload                259         14        390       1824          2          3         16          2          0
 zero2   1     offload_adamw           21          0         21         21          2          2          2          2          0
-zero3   4     default                265          4        371       1098          1          5         10          3          1
-zero3   4     right                  265          4        344       1053          1          3          8          3          1
-zero3   4     left                   271         11        348       1030          1          3          8          3          1
-zero3   4     auto                   265          5        344       1049          1          3          8          3          1
-zero3   4     two_sided              409          7        500       1256          1          3          8          3          1
-zero3   4     full_residual          353          3        415        874          1          3          8          3          1
-zero3   4     no_residual            230          4        309       1018          1          3          8          3          1
-zero3   4     random                 303          4        350        329          1          1          2          3          1
-zero3   4     factored               316          4        394       1152          1          3          8          3          1
-zero3   4     apollo                 286          6        285        290          1          1          2          3          1
-zero3   4     apollo_mini            326         26        326        350          1          1          2          3          1
+zero3   4     default                247          2        341       1086          1          5         10          3          1
+zero3   4     right                  247          2        313       1038          1          3          8          3          1
+zero3   4     left                   256          9        320       1016          1          3          8          3          1
+zero3   4     auto                   248          3        314       1034          1          3          8          3          1
+zero3   4     two_sided              385          5        464       1238          1          3          8          3          1
+zero3   4     full_residual          341          3        390        874          1          3          8          3          1
+zero3   4     no_residual            212          2        278       1006          1          3          8          3          1
+zero3   4     random                 282          2        335        311          1          1          2          3          1
+zero3   4     factored               304          2        369       1143          1          3          8          3          1
+zero3   4     apollo                 264          6        264        290          1          1          2          3          1
+zero3   4     apollo_mini            279          6        279        306          1          1          2          3          1
 zero3   4     adamw                   46          7         46         50          1          1          2          3          1
-zero3   4     int8_states            361          4        433       1169          1          3          8          3          1
-zero3   4     int8_factored          391          4        459       1244          1          3          8          3          1
-zero3   4     bf16_states            339          4        415       1121          1          3          8          3          1
-zero3   4     no_masters             321          4        394       1104          1          3          8          3          1
-zero3   4     share_basis            265          4        492        528          1          4          2          3          1
-zero3   4     module_rules           427          7        559       1079          1          4          7          3          1
-zero3   4     basis_cache            311         25        390       1126          1          3          9          3          1
-zero3   4     activations            265          4        344       1053          1          3          8          3          1
-zero3   4     fpdt                   265          4        344       1053          1          3         14          3          1
-zero3   4     offload                349         53        432       1137          3          4          9          3          1
-zero3   4     offload_adamw           32          2         32         33          3          3          4          3          1
+zero3   4     int8_states            343          2        402       1154          1          3          8          3          1
+zero3   4     int8_factored          379          2        434       1235          1          3          8          3          1
+zero3   4     bf16_states            321          2        384       1106          1          3          8          3          1
+zero3   4     no_masters             303          2        363       1089          1          3          8          3          1
+zero3   4     share_basis            247          2        459        516          1          4          2          3          1
+zero3   4     module_rules           397          3        531       1050          1          4          7          3          1
+zero3   4     basis_cache            293         23        359       1123          1          3          9          3          1
+zero3   4     activations            247          2        313       1038          1          3          8          3          1
+zero3   4     fpdt                   247          2        313       1038          1          3         14          3          1
+zero3   4     offload                277         16        347       1064          3          4          9          3          1
+zero3   4     offload_adamw           30          2         30         33          3          3          4          3          1
 zero3-mixture-8   4     right                285          7        417        906          1          4          7          3          1
 zero3-mixture-8   4     own_bases            302          7        434        924          1          4          7          3          1
 zero3-mixture-32  4     right                285          7        418        916          1          4          7          3          1
@@ -145,11 +146,12 @@ def test_a_step_keeps_to_its_budget(
 @pytest.mark.slow
 def test_kernels_of_a_step_compile_and_the_7b_keeps_to_its_budget() -> None:
     """For sm_80; 224 matrices in three shapes."""
-    lines = count("right", "16", "32", "--json", "--architecture", "80").splitlines()
-    half, whole = (json.loads(line)["steps"] for line in lines if line.startswith("{"))
-    few, many = (found["ordinary"]["step"]["launches"] for found in (half, whole))
-    assert many <= 360
-    assert many - few <= 120  # parts of stacks, each of MOST_ALIVE elements
-    assert whole["first"]["step"]["launches"] <= 28500
-    for phase in whole["ordinary"].values():
-        assert phase["waits"] == phase["unpinned"] == 0
+    lines = count("right,apollo", "16", "32", "--json", "--architecture", "80").splitlines()
+    found = [json.loads(line)["steps"] for line in lines if line.startswith("{")]
+    for half, whole, most, growth in ((*found[:2], 251, 1.1), (*found[2:], 329, 1.15)):
+        few, many = (one["ordinary"]["step"]["launches"] for one in (half, whole))
+        assert many <= most
+        assert many <= growth * few  # parts of stacks, each of MOST_ALIVE elements
+        for phase in whole["ordinary"].values():
+            assert phase["waits"] == phase["unpinned"] == 0
+    assert found[1]["first"]["step"]["launches"] <= 28500

@@ -30,7 +30,7 @@ class Alone:
         return [gradient] if self.stack.reads_whole_rows else gradient.unsqueeze(0)
 
     def measure(self, gradient: Tensor, counted: slice = ALL) -> Tensor:
-        return self.stack.measure(self._given(gradient), counted)[0]
+        return self.stack.measure([self.stack], [self._given(gradient)], counted)[0]
 
     def square_norm(self, sums: Tensor) -> Tensor:
         return self.stack.square_norms(sums.unsqueeze(0))[0]
@@ -44,12 +44,13 @@ class Alone:
         moments.steps += 1
         given = self._given(gradient.clone())
         step = {**self.hyper, "step": moments.steps, "counted": counted}
-        update, sums = self.stack.advance(given, self.factor, **step)
+        (update,), sums = self.stack.advance([self.stack], [given], self.factor, **step)
         return update[0], sums[0]
 
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
         """The update with its scale applied, rows x width."""
-        change = self.stack.finish(update.unsqueeze(0), sums.unsqueeze(0), self.factor)
+        given = [update.unsqueeze(0)], sums.unsqueeze(0), self.factor
+        (change,) = self.stack.finish([self.stack], *given)
         if change.beside is not None:
             return change.whole(0, self.stack.update_columns(change)[0])
         inside, outside = change.scale[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -11,7 +12,9 @@ from hmt_deepspeed.kernels.moment_update import moment_update_
 from hmt_deepspeed.kernels.noise import Stream
 from hmt_deepspeed.optim.rules.stack import Stack
 
-__all__ = ["count_", "direct_"]
+__all__ = ["count_", "direct_", "rounding_keys"]
+
+STREAMS = {"exp_avg": Stream.FIRST_STATE, "exp_avg_sq": Stream.SECOND_STATE}
 
 
 def count_(stack: Stack, factor: Tensor, betas: tuple[float, float]) -> None:
@@ -27,30 +30,37 @@ def count_(stack: Stack, factor: Tensor, betas: tuple[float, float]) -> None:
         evidence.lerp_(torch.ones_like(evidence), share)
 
 
+def rounding_keys(stack: Stack, step: Tensor) -> dict[str, Tensor]:
+    """Keys of the rounding of moments at a step, by their names; none of those in fp32 or of others' shape."""
+    if stack.first.state_dtype == "fp32":
+        return {}
+    kept = {name: stream for name, stream in STREAMS.items() if f"{name}.data" in stack.tensors}
+    return {name: stack.keys(step, stream) for name, stream in kept.items()}
+
+
 def direct_(
     stack: Stack,
     gradient: Tensor,
     factor: Tensor,
     betas: tuple[float, float],
     eps: float,
-    step: Tensor,
+    keys: Mapping[str, Tensor],
     residual_scale: Tensor | None = None,
 ) -> Tensor:
-    """Adam's direction and a residual in the place of a gradient, see :func:`moment_update_`.
+    """Adam's direction and a residual in the place of a gradient that :func:`count_` has counted, see
+    :func:`moment_update_`.
 
     Args:
         gradient: B x rows x (r + k) fp32, contiguous; overwritten. factor: (B,) fp32, what it is multiplied by; 0 where
             a matrix takes no step.
-        step: number of the step, which keys the rounding of states. residual_scale: (B,) fp32; None for no residual.
+        keys: of :func:`rounding_keys`. residual_scale: (B,) fp32; None for no residual.
 
     Returns:
         Squared norm of each row's residual, B x rows fp32.
     """
-    count_(stack, factor, betas)
     size, rows = gradient.shape[:2]
     first, second = (
-        stack.state(name).stored(rows, partial(stack.keys, step, stream))
-        for name, stream in (("exp_avg", Stream.FIRST_STATE), ("exp_avg_sq", Stream.SECOND_STATE))
+        stack.state(name).stored(rows, partial(keys.__getitem__, name)) for name in STREAMS
     )
     return moment_update_(
         gradient,
@@ -61,5 +71,5 @@ def direct_(
         *betas,
         eps,
         factor=factor,
-        residual_scale=torch.zeros_like(factor) if residual_scale is None else residual_scale,
+        residual_scale=factor if residual_scale is None else residual_scale,
     )

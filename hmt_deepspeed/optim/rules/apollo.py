@@ -10,8 +10,7 @@ The smaller side is projected: a weight with more columns than rows arrives as i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,11 +19,12 @@ from torch import Tensor
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.kernels.noise import Stream, normals
-from hmt_deepspeed.optim.rules.adam import direct_
-from hmt_deepspeed.optim.rules.formulas import clipped_images, growth_factor
+from hmt_deepspeed.kernels.row_squares import row_squares
+from hmt_deepspeed.optim.rules.adam import count_, direct_, rounding_keys
+from hmt_deepspeed.optim.rules.formulas import growth_factor
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Moments
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, joined
 
 __all__ = ["ApolloMatrix", "ApolloMiniMatrix", "ApolloStack"]
 
@@ -41,20 +41,31 @@ class ApolloStack(Stack):
     def reads_whole_rows(self) -> bool:
         return True
 
-    def projections(self) -> list[Tensor]:
-        """Of the auxiliary space, fp32: entries N(0, 1/rank)."""
-        keys = self.keys(self.draws(), Stream.AUXILIARY_SPACE)
-        return self.by_member(normals(keys, self.shape[1], self.rank).div_(self.rank**0.5))
+    def _each(self, most: int) -> int:
+        """Draws and images are all that is alive, where other rules have three tensors like an update at once."""
+        size = (self.largest_rows + self.first.count * self.shape[1]) * self.rank
+        return max(1, 3 * most // max(1, size))
 
-    def measure(self, gradient: Gradients, counted: slice) -> Tensor:
+    def pieces(self, most: int) -> list[tuple[int, int]]:
+        """All: a change is of rows of gradients, and has no columns."""
+        return [(0, len(self.members))]
+
+    def held_width(self, in_place: bool) -> int:
+        """Gradients stay where they are, and of the auxiliary space nothing is left."""
+        return 0
+
+    def projections(self) -> list[Tensor]:
+        """Of the auxiliary space in a step, fp32: entries N(0, 1/rank)."""
+        scale = self.rank**-0.5
+        return self.by_member(normals(self.shared["space"], self.shape[1], self.rank, scale=scale))
+
+    def measure(
+        self, parts: Sequence[Stack], gradients: Sequence[Gradients], counted: slice
+    ) -> Tensor:
         """``||G||^2``."""
-        own = [one[..., counted, :] for one in gradient]
-        if self.first.count == 1:
-            norms = torch.stack(torch._foreach_norm(own, dtype=torch.float32))
-        else:
-            of_experts = partial(torch.linalg.vector_norm, dim=(1, 2), dtype=torch.float32)
-            norms = torch.cat([of_experts(one) for one in own])
-        return norms.square_().unsqueeze(1)
+        rows = [one[..., counted, :] for gradient in gradients for one in gradient]
+        squares, _ = row_squares(rows, self.shape[1])
+        return squares.sum(dim=1, keepdim=True)
 
     def square_norms(self, sums: Tensor) -> Tensor:
         return sums[:, 0]
@@ -64,29 +75,55 @@ class ApolloStack(Stack):
     ) -> None:
         """Nothing is smoothed."""
 
-    def advance(
+    def once(
+        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
+    ) -> dict[str, Tensor]:
+        """Evidence; keys of rounding and of the auxiliary space for the parts."""
+        count_(self, factor, betas)
+        keys = self.keys(self.draws(), Stream.AUXILIARY_SPACE)
+        return {**rounding_keys(self, step), "space": keys}
+
+    def advance_part(
         self,
         gradient: Gradients,
         factor: Tensor,
         *,
         betas: tuple[float, float],
         eps: float,
-        step: Tensor,
-        counted: slice = slice(None),
+        counted: slice,
     ) -> tuple[Tensor, Tensor]:
-        """An update without columns, and sums over rows: ``||R~_j||^2, ||R_j||^2, ||s_j G_j||^2``."""
+        """An update without columns, and of each row ``||R~_j||, ||R_j||`` without the factor and ``||G_j||^2``."""
         assert isinstance(gradient, list)
-        projected, squares = project_together(gradient, self.projections())
-        projected, squares = clipped_images(projected, squares, factor)
-        directions = projected.clone()
-        direct_(self, directions, (factor != 0).float(), betas, eps, step)
-        moved, seen = directions.norm(dim=2), projected.norm(dim=2)
-        ratio = torch.ones_like(seen) if self.first.per_tensor else moved / (seen + _EPS)
-        self._rows = ScaledRows(gradient, ratio).times(factor)
-        sums = torch.stack((moved.square(), seen.square(), squares * ratio.square()), dim=2)
-        return directions[..., :0], sums[:, counted].sum(dim=1)
+        directions, squares = project_together(gradient, self.projections())
+        seen = directions.norm(dim=2)
+        direct_(self, directions, factor, betas, eps, self.shared)
+        terms = torch.stack((directions.norm(dim=2), seen, squares), dim=2)
+        return directions.new_empty((*terms.shape[:2], 0)), terms
 
-    def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
+    def advance(
+        self,
+        parts: Sequence[Stack],
+        gradients: Sequence[Gradients],
+        factor: Tensor,
+        *,
+        counted: slice = slice(None),
+        **how: Any,
+    ) -> tuple[list[Tensor], Tensor]:
+        """Sums over rows: ``||R~_j||^2, ||R_j||^2, ||s_j G_j||^2``."""
+        updates, terms = super().advance(parts, gradients, factor, counted=counted, **how)
+        each = factor.abs().unsqueeze(1)
+        moved, seen, squares = terms.unbind(dim=2)
+        seen = torch.where(each != 0, seen * each, 0.0)
+        squares = torch.where(each != 0, squares * each.square(), 0.0)
+        ratio = torch.ones_like(seen) if self.first.per_tensor else moved / (seen + _EPS)
+        rows = [one for gradient in gradients for one in gradient]
+        self._rows = ScaledRows(rows, ratio).times(factor)
+        sums = torch.stack((moved.square(), seen.square(), squares * ratio.square()), dim=2)
+        return updates, sums[:, counted].sum(dim=1)
+
+    def finish(
+        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor, factor: Tensor
+    ) -> list[Change]:
         """The scale of a tensor, the norm-growth limiter on the whole update, and ``sqrt(scale)``."""
         moved, seen, square = sums.unbind(dim=1)
         norm, scale = square.sqrt(), torch.full_like(factor, self.first.scale**0.5)
@@ -101,7 +138,8 @@ class ApolloStack(Stack):
         scale = torch.where(factor != 0, scale * limit, 0.0)
         rows, self._rows = self._rows, None
         assert rows is not None
-        return Change(update, torch.stack((scale, scale), dim=1), rows.times(scale))
+        change = Change(joined(updates), torch.stack((scale, scale), dim=1), rows.times(scale))
+        return [change]
 
 
 class ApolloMatrix(MatrixRule):

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.factored_moment_update import factored_moment_update_
-from hmt_deepspeed.kernels.noise import Stream
-from hmt_deepspeed.optim.rules.adam import count_
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, LowRankStack
 from hmt_deepspeed.optim.rules.moments import (
     COLUMN_MEANS,
@@ -28,7 +26,7 @@ from hmt_deepspeed.optim.rules.moments import (
     Moments,
     PreviousMoments,
 )
-from hmt_deepspeed.optim.rules.stack import Gradients
+from hmt_deepspeed.optim.rules.stack import Gradients, Stack, joined
 from hmt_deepspeed.optim.rules.state import StateTensor, restored_state
 
 __all__ = ["FactoredMatrix", "FactoredMoments", "FactoredStack"]
@@ -109,10 +107,21 @@ class FactoredStack(LowRankStack):
     holders see one second moment.
     """
 
-    def measure(self, gradient: Gradients, counted: slice) -> Tensor:
+    def measure(
+        self, parts: Sequence[Stack], gradients: Sequence[Gradients], counted: slice
+    ) -> Tensor:
         """Squared norms of ``A`` and of the rest, then of each column of ``A``."""
-        images, outside = self._seen(gradient, counted)
-        columns = torch.linalg.vector_norm(images, dim=1, dtype=torch.float32).square_()
+        if self.reads_whole_rows:
+            found = [
+                self._images(g, part, counted) for part, g in zip(parts, gradients, strict=True)
+            ]
+            images, outside = [one for one, _ in found], joined([rest for _, rest in found])
+        else:
+            _, outside = self.seen(parts, gradients, counted)
+            given = [gradient for gradient in gradients if isinstance(gradient, Tensor)]
+            images = [one[:, counted, : self.rank] for one in given]
+        norms = [torch.linalg.vector_norm(one, dim=1, dtype=torch.float32) for one in images]
+        columns = joined(norms).square_()
         return torch.cat((torch.stack((columns.sum(dim=1), outside), dim=1), columns), dim=1)
 
     def observe(
@@ -122,42 +131,34 @@ class FactoredStack(LowRankStack):
         self._column_squares = columns / self.shape[0]
         super().observe(sums, scale, taken)
 
-    def direct(
-        self, gradient: Tensor, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
-    ) -> Tensor:
-        count_(self, factor, betas)
-        each = self._factor.unsqueeze(1)
+    def once(
+        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
+    ) -> dict[str, Tensor]:
+        """As of every low-rank rule; the second moment's columns, and their roots for the parts."""
+        shared, each = super().once(factor, betas, eps, step), factor.unsqueeze(1)
         squares = torch.where(each != 0, self._column_squares * each.square(), 0.0)
         share = (factor != 0).float().unsqueeze(1) * (1 - betas[1])
         columns, total = self[f"{COLUMN_MEANS}.data"].squeeze(1), self[f"{MEAN}.data"]
         columns.lerp_(squares, share)
         total.lerp_(squares.mean(dim=1), share.squeeze(1))
         roots = (columns / self["evidence"]).div_(total.clamp_min(_TINY).unsqueeze(1)).sqrt_()
-        keys = partial(self.keys, step, Stream.FIRST_STATE)
+        return {**shared, "roots": roots}
+
+    def direct(
+        self, gradient: Tensor, factor: Tensor, betas: tuple[float, float], eps: float
+    ) -> Tensor:
+        keys = partial(self.shared.__getitem__, "exp_avg")
         return factored_moment_update_(
             gradient,
             self.state("exp_avg").stored(gradient.shape[1], keys),
             self[f"{ROW_MEANS}.data"].squeeze(2),
-            roots,
+            self.shared["roots"],
             self["first_evidence"],
             *betas,
             eps,
             factor=factor,
-            residual_scale=self.residual_scale(),
+            residual_scale=self.shared["residual_scale"],
         )
-
-    def advance(
-        self,
-        gradient: Gradients,
-        factor: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        step: Tensor,
-        counted: slice = slice(None),
-    ) -> tuple[Tensor, Tensor]:
-        self._factor = factor
-        return super().advance(gradient, factor, betas=betas, eps=eps, step=step, counted=counted)
 
 
 class FactoredMatrix(LowRankMatrix):

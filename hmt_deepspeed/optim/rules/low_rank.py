@@ -11,6 +11,7 @@ residual is estimated from random probe columns (``probe``), exact (``full``, Fi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,11 @@ from torch import Tensor
 from hmt_deepspeed.kernels.launching import upload
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.low_rank_projection import project_together
-from hmt_deepspeed.optim.rules.adam import direct_
+from hmt_deepspeed.optim.rules.adam import count_, direct_, rounding_keys
 from hmt_deepspeed.optim.rules.formulas import clipped_images, full_residual, growth_factor
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, ProjectedStack
-from hmt_deepspeed.optim.rules.stack import Change, Gradients
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack
 
 __all__ = ["LowRankMatrix", "LowRankStack"]
 
@@ -40,41 +41,60 @@ class LowRankStack(ProjectedStack):
         self._kept: tuple[ScaledRows, Tensor] | None = None
         self._known: tuple[tuple[float, ...], Tensor] | None = None
 
-    def advance(
+    def advance_part(
         self,
         gradient: Gradients,
         factor: Tensor,
         *,
         betas: tuple[float, float],
         eps: float,
-        step: Tensor,
-        counted: slice = slice(None),
+        counted: slice,
     ) -> tuple[Tensor, Tensor]:
-        """``[U | R]`` for ``[A | S]``, ``U`` for whole rows."""
+        """``[U | R]`` for ``[A | S]``, ``U`` for whole rows; and squared norms of rows of the residual, which
+        :meth:`advance` sums."""
         if isinstance(gradient, list):
-            return self._advance_whole(gradient, factor, (betas, eps, step), counted)
+            return self._advance_whole(gradient, factor, (betas, eps), counted)
         gradient = gradient.float().contiguous()
-        squares = self.direct(gradient, factor, betas, eps, step)
-        return gradient, squares[:, counted].sum(dim=1, keepdim=True)
+        squares = self.direct(gradient, factor, betas, eps)
+        return gradient, squares[:, counted]
+
+    def once(
+        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
+    ) -> dict[str, Tensor]:
+        """Evidence; keys of rounding and the residual's c for the parts."""
+        count_(self, factor, betas)
+        return {**rounding_keys(self, step), "residual_scale": self.residual_scale()}
+
+    def advance(
+        self,
+        parts: Sequence[Stack],
+        gradients: Sequence[Gradients],
+        factor: Tensor,
+        **how: Any,
+    ) -> tuple[list[Tensor], Tensor]:
+        updates, squares = super().advance(parts, gradients, factor, **how)
+        return updates, squares.sum(dim=1, keepdim=True)
 
     def direct(
-        self, gradient: Tensor, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
+        self, gradient: Tensor, factor: Tensor, betas: tuple[float, float], eps: float
     ) -> Tensor:
-        """``[U | R]`` in the place of ``[A | S]``.
+        """``[U | R]`` in the place of ``[A | S]``, of a part.
 
         Args:
-            gradient: B x rows x width fp32; overwritten. factor, step: as of :meth:`advance`.
+            gradient: B x rows x width fp32; overwritten. factor: as of :meth:`advance`.
 
         Returns:
             Squared norm of each row's residual, B x rows fp32.
         """
-        return direct_(self, gradient, factor, betas, eps, step, self.residual_scale())
+        return direct_(
+            self, gradient, factor, betas, eps, self.shared, self.shared["residual_scale"]
+        )
 
     def _advance_whole(
         self,
         gradient: list[Tensor],
         factor: Tensor,
-        hyper: tuple[tuple[float, float], float, Tensor],
+        hyper: tuple[tuple[float, float], float],
         counted: slice,
     ) -> tuple[Tensor, Tensor]:
         projections = self.projections()
@@ -83,10 +103,10 @@ class LowRankStack(ProjectedStack):
         directions = images.clone()
         self.direct(directions, (factor != 0).float(), *hyper)
         ratio, squares = full_residual(directions, images, squares, self.grams(projections))
-        known = self.residual_scale().unsqueeze(1)
+        known = self.shared["residual_scale"].unsqueeze(1)
         images *= (ratio * known).unsqueeze(2)
         self._kept = ScaledRows(gradient, ratio * known).times(factor), images
-        return directions, (squares * known.square())[:, counted].sum(dim=1, keepdim=True)
+        return directions, (squares * known.square())[:, counted]
 
     @property
     def reads_whole_rows(self) -> bool:
@@ -107,19 +127,34 @@ class LowRankStack(ProjectedStack):
             kind == "probe" and self.first.num_probes > 0
         )
 
-    def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
+    def finish(
+        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor, factor: Tensor
+    ) -> list[Change]:
         """Limit the residual's growth, given its squared norm over all rows, and apply ``scale``."""
         limit = self.limited(sums, factor)
         taken = (factor != 0).float() * self.first.scale
+        scale, sizes = self.column_scale(taken, limit), [part.size for part in parts]
+        of_parts = zip(updates, scale.split(sizes), limit.split(sizes), strict=True)
+        return [
+            part.changed(*found)
+            for part, found in zip(parts, of_parts, strict=True)
+            if isinstance(part, LowRankStack)
+        ]
+
+    def column_scale(self, taken: Tensor, limit: Tensor) -> Tensor:
+        """Of a change, B x 2: of a step that is taken the rule's scale, and the residual's limit."""
+        return torch.stack((taken, taken if self.takes_whole else taken * limit), dim=1)
+
+    def changed(self, update: Tensor, scale: Tensor, limit: Tensor) -> Change:
+        """The change of a part."""
         if self._kept is not None:
             (rows, images), self._kept = self._kept, None
             update.addcmul_(images, limit.view(-1, 1, 1), value=-1)
-            return Change(update, torch.stack((taken, taken), dim=1), rows.times(limit * taken))
-        change = Change(update, torch.stack((taken, taken * limit), dim=1))
+            return Change(update, scale, rows.times(limit * scale[:, 0]))
         if not self.takes_whole:
-            return change
-        rows = ScaledRows([update], torch.ones_like(update[..., 0])).times(taken)
-        return change._replace(update=update[..., :0], beside=rows)
+            return Change(update, scale)
+        rows = ScaledRows([update], torch.ones_like(update[..., 0]))
+        return Change(update[..., :0], scale, rows.times(scale[:, 0]))
 
     def limited(self, sums: Tensor, factor: Tensor) -> Tensor:
         """Factor on each matrix's residual that keeps its norm from growing too fast, (B,)."""

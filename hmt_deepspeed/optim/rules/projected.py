@@ -17,6 +17,7 @@ from hmt_deepspeed.kernels.launching import device_table
 from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.kernels.noise import Stream, base_keys, step_keys
 from hmt_deepspeed.kernels.precision import fp32_products
+from hmt_deepspeed.kernels.row_squares import row_squares
 from hmt_deepspeed.optim.bases.basis import (
     keyed_generator,
     probe_columns,
@@ -31,7 +32,7 @@ from hmt_deepspeed.optim.rules.columns import Columns
 from hmt_deepspeed.optim.rules.formulas import estimated_square_norm, square_norms
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Recalled
-from hmt_deepspeed.optim.rules.stack import Gradients, Stack, stacked
+from hmt_deepspeed.optim.rules.stack import Gradients, Stack, joined, stacked
 from hmt_deepspeed.optim.rules.state import KeptStates
 from hmt_deepspeed.rules import MULTIPLE
 
@@ -493,21 +494,35 @@ class ProjectedStack(Stack):
     def _projected(self) -> list[ProjectedMatrix]:
         return [matrix for matrix in self.members if isinstance(matrix, ProjectedMatrix)]
 
-    def measure(self, gradient: Gradients, counted: slice) -> Tensor:
+    def measure(
+        self, parts: Sequence[Stack], gradients: Sequence[Gradients], counted: slice
+    ) -> Tensor:
         """Squared norms of ``A`` and ``S``; of ``A`` and the rest of ``G`` with whole gradient rows."""
-        images, outside = self._seen(gradient, counted)
-        return torch.stack((square_norms(images), outside), dim=1)
+        inside, outside = self.seen(parts, gradients, counted)
+        return torch.stack((inside.sum(dim=1), outside), dim=1)
 
-    def _seen(self, gradient: Gradients, counted: slice) -> tuple[Tensor, Tensor]:
-        """``A`` of the counted rows, and squared norms of what is known outside the basis, (B,)."""
-        if isinstance(gradient, list):
-            rows = [one[..., counted, :] for one in gradient]
-            images, squares = project_together(rows, self.projections())
-            return images, (squares.sum(dim=1) - square_norms(images)).clamp_min(0)
-        own = gradient[:, counted]
-        if self.takes_whole:
-            return own, own.new_zeros(len(own), dtype=torch.float32)
-        return own[..., : self.rank], square_norms(own[..., self.rank :])
+    def seen(
+        self, parts: Sequence[Stack], gradients: Sequence[Gradients], counted: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Squared norms of the counted rows of ``A``, B x rows, and of what is known outside the basis, (B,)."""
+        if self.reads_whole_rows:
+            found = [
+                self._images(g, part, counted) for part, g in zip(parts, gradients, strict=True)
+            ]
+            inside = [torch.linalg.vector_norm(images, dim=2).square_() for images, _ in found]
+            return joined(inside), joined([outside for _, outside in found])
+        own = [gradient[:, counted] for gradient in gradients if isinstance(gradient, Tensor)]
+        inside_rows, outside_rows = row_squares(
+            own, self.first.width if self.takes_whole else self.rank
+        )
+        return inside_rows, outside_rows.sum(dim=1)
+
+    def _images(self, gradient: Gradients, part: Stack, counted: slice) -> tuple[Tensor, Tensor]:
+        """Of whole rows ``A`` of the counted ones, and the squared norms of the rest, (B,)."""
+        assert isinstance(gradient, list)
+        rows = [one[..., counted, :] for one in gradient]
+        images, squares = project_together(rows, part.projections())
+        return images, (squares.sum(dim=1) - square_norms(images)).clamp_min(0)
 
     def square_norms(self, sums: Tensor) -> Tensor:
         if self.takes_whole:

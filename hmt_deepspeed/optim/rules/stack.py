@@ -6,10 +6,13 @@ refresh or a checkpoint, is a view. A matrix alone is a stack of one; a member t
 after the other. Of its experts a member may hold some: then energies, and the sums that :meth:`Stack.observe` takes, are
 those of all, everything else of those held. One step::
 
-    sums = measure(gradient)            B x sums, each summed over all holders of rows
-    observe(sums)                       the gradient's norm, smoothed energies
-    update, late = advance(gradient)    states; ``late`` summed over all holders
-    change = finish(update, late)       limiter and scale, applied together with the update
+    sums = measure(gradients)             B x sums, each summed over all holders of rows
+    observe(sums)                         the gradient's norm, smoothed energies
+    updates, late = advance(gradients)    states; ``late`` summed over all holders
+    changes = finish(updates, late)       limiter and scale, applied together with the update
+
+What is as large as a gradient comes by parts of a stack, which bound the memory taken at once: gradients of a part lie
+side by side, and changes are of parts. What is not as large a rule does once for all members.
 
 Whole rows of gradients stay where they are, and are a part of the change: no copy of them is made. Of experts they, and
 what they are projected on, are one tensor of a member's E matrices.
@@ -20,7 +23,7 @@ bit, whatever its gradient holds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from copy import copy
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeVar
@@ -34,7 +37,17 @@ from hmt_deepspeed.kernels.noise import base_keys, step_keys
 from hmt_deepspeed.optim.rules.matrix import ENERGY_SMOOTHING, OWN_WEIGHT, MatrixRule
 from hmt_deepspeed.optim.rules.state import StateTensor
 
-__all__ = ["MOST_ALIVE", "Change", "Gradients", "Stack", "Stacked", "Stacks", "alike", "stacked"]
+__all__ = [
+    "MOST_ALIVE",
+    "Change",
+    "Gradients",
+    "Stack",
+    "Stacked",
+    "Stacks",
+    "alike",
+    "joined",
+    "stacked",
+]
 
 _S = TypeVar("_S", bound="Stack")
 _T = TypeVar("_T")
@@ -63,6 +76,11 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     ):
         return torch.stack(list(tensors))
     return whole.as_strided((len(tensors), *first.shape), (step, *first.stride()), start)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of parts of a stack, B x ... each, as one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -154,12 +172,22 @@ class Change(NamedTuple):
         return found
 
 
+def _places(parts: Sequence[Stack]) -> Iterator[slice]:
+    """Matrices of each part in the whole."""
+    begin = 0
+    for part in parts:
+        yield slice(begin, begin + part.size)
+        begin += part.size
+
+
 class Stack(ABC):
     """Matrices that take their steps together; a rule's class says how.
 
     Attributes:
         members: with B matrices. tensors: of all, by name, see :meth:`MatrixRule.paths`.
         base_keys, member_keys: of matrices and of members, see :func:`base_keys`.
+        shared: what :meth:`once` has found for this step, B x ... each.
+        largest_rows: of a member at the process that holds most, where parts must be alike on all; by default those here.
     """
 
     def __init__(self, members: Sequence[MatrixRule]) -> None:
@@ -167,8 +195,10 @@ class Stack(ABC):
         self.first = members[0]
         self.settings, self.rule = self.first.settings, self.first.settings.rule
         self.shape, self.rank, self.device = self.first.shape, self.first.rank, self.first.device
-        self._cut: dict[int, list[Any]] = {}
-        self._room: Tensor | None = None
+        self.largest_rows = self.first.num_held * self.first.num_rows
+        self.shared: dict[str, Tensor] = {}
+        self._cut: dict[tuple[int, int], Any] = {}
+        self._rooms: dict[int, Tensor] = {}
         names, seed = [name for member in members for name in member.names], self.settings.seed
         self._all_keys = self.member_keys = base_keys(seed, names, self.device)
         self.base_keys = self.of_held(self._all_keys)
@@ -182,46 +212,69 @@ class Stack(ABC):
             tensors.gather()
 
     def part(self: _S, begin: int, end: int) -> _S:
-        """Some of the members, as a stack of the same memory."""
+        """Some of the members, as a stack of the same memory; the same object every time."""
         if (begin, end) == (0, len(self.members)):
             return self
-        other = copy(self)
-        other.members = self.members[begin:end]
-        other._cut, other._room = {}, None
-        other.first, other.member_keys = other.members[0], self.member_keys[begin:end]
-        count, held = self.first.count, self.first.num_held
-        other._all_keys = self._all_keys[begin * count : end * count]
-        other.base_keys = self.base_keys[begin * held : end * held]
-        other.tensors = {name: found.part(begin, end) for name, found in self.tensors.items()}
-        return other
+        if (begin, end) not in self._cut:
+            other = copy(self)
+            other.members = self.members[begin:end]
+            other._cut, other._rooms, other.shared = {}, {}, {}
+            other.first, other.member_keys = other.members[0], self.member_keys[begin:end]
+            count, held = self.first.count, self.first.num_held
+            other._all_keys = self._all_keys[begin * count : end * count]
+            other.base_keys = self.base_keys[begin * held : end * held]
+            other.tensors = {name: found.part(begin, end) for name, found in self.tensors.items()}
+            self._cut[begin, end] = other
+        found: _S = self._cut[begin, end]
+        return found
 
-    def parts(self: _S, most: int, rows: int | None = None) -> list[_S]:
-        """The stack in parts of at most ``most`` elements of update, or of one member; the same objects every time.
+    def _each(self, most: int) -> int:
+        """Members of a part."""
+        return max(1, most // max(1, self.largest_rows * self.alive_width))
+
+    def _ranges(self, most: int) -> list[tuple[int, int]]:
+        each, size = self._each(most), len(self.members)
+        return [(begin, min(begin + each, size)) for begin in range(0, size, each)]
+
+    def parts(self: _S, most: int) -> list[_S]:
+        """The stack in parts of at most ``most`` elements of update, or of one member."""
+        return [self.part(*members) for members in self._ranges(most)]
+
+    def by_parts(self, given: Sequence[_T], most: int) -> list[list[_T]]:
+        """What members have, for each of the parts."""
+        return [list(given[begin:end]) for begin, end in self._ranges(most)]
+
+    def pieces(self, most: int) -> list[tuple[int, int]]:
+        """Half-open ranges of members whose weights are changed together, of each change of :meth:`finish`."""
+        return self._ranges(most)
+
+    def groups(self: _S, most: int, in_place: bool) -> list[_S]:
+        """Those whose updates are alive at once: all members where their updates take no memory but their gradients', else
+        parts of the stack.
 
         Args:
-            rows: of a member at the process that holds most, where parts must be alike on all; None for those here.
+            in_place: whether gradients are fp32 in the stack's own memory, and updates take their place.
         """
-        rows = self.first.num_held * self.first.num_rows if rows is None else rows
-        size = rows * self.alive_width
-        each = max(1, most // max(1, size))
-        if each >= len(self.members):
-            return [self]
-        if each not in self._cut:
-            starts = range(0, len(self.members), each)
-            self._cut[each] = [self.part(b, min(b + each, len(self.members))) for b in starts]
-        return self._cut[each]
+        return [self] if self.held_width(in_place) == 0 else self.parts(most)
 
-    def room(self, dtype: torch.dtype, place: int) -> Tensor:
-        """Memory for the gradient of one member, rows x width: a part of all members', until :meth:`free`."""
-        if self._room is None:
-            first = self.first
-            shape = (len(self.members), *first.several, first.num_rows, first.width)
-            self._room = torch.empty(shape, dtype=dtype, device=self.device)
-        return self._room[place]
+    def room(self, dtype: torch.dtype, most: int, place: int) -> Tensor:
+        """Memory for the gradient of one member, rows x width: a piece of its part's, until :meth:`free`."""
+        each, first = self._each(most), self.first
+        number, member = divmod(place, each)
+        if number not in self._rooms:
+            size = min(each, len(self.members) - number * each)
+            shape = (size, *first.several, first.num_rows, first.width)
+            self._rooms[number] = torch.empty(shape, dtype=dtype, device=self.device)
+        return self._rooms[number][member]
 
-    def free(self) -> None:
-        """Let go of the memory of the gradients."""
-        self._room = None
+    def free(self, most: int, place: int) -> None:
+        """Let go of the memory of the gradients of a member's part."""
+        self._rooms.pop(place // self._each(most), None)
+
+    @property
+    def size(self) -> int:
+        """B, the number of its matrices."""
+        return len(self.base_keys)
 
     def __getitem__(self, name: str) -> Tensor:
         """A tensor of all matrices, B x ..."""
@@ -274,6 +327,10 @@ class Stack(ABC):
         """Columns of the fp32 updates that a step makes."""
         return self.rank if self.reads_whole_rows else self.first.width
 
+    def held_width(self, in_place: bool) -> int:
+        """Columns of the fp32 updates that take memory of their own, beside gradients, until weights have changed."""
+        return 0 if in_place and not self.first.takes_whole else self.alive_width
+
     @abstractmethod
     def projections(self) -> list[Tensor]:
         """Columns that gradients are projected on, n x width of each member, E x n x width of experts held here; those of a
@@ -317,12 +374,14 @@ class Stack(ABC):
     # -- step -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def measure(self, gradient: Gradients, counted: slice) -> Tensor:
+    def measure(
+        self, parts: Sequence[Stack], gradients: Sequence[Gradients], counted: slice
+    ) -> Tensor:
         """Terms to be summed over all rows before clipping: B x a fixed length, fp32.
 
         Args:
-            gradient: of rows x width each, reduced, not yet clipped. counted: the rows that no other holder
-                of states counts.
+            parts: of this stack, in order. gradients: of each, of rows x width each, reduced, not yet clipped; all in
+                one dtype. counted: the rows that no other holder of states counts.
         """
 
     @abstractmethod
@@ -340,32 +399,68 @@ class Stack(ABC):
             taken: 0-dim bool: whether the step is taken; None for yes.
         """
 
-    @abstractmethod
     def advance(
         self,
-        gradient: Gradients,
+        parts: Sequence[Stack],
+        gradients: Sequence[Gradients],
         factor: Tensor,
         *,
         betas: tuple[float, float],
         eps: float,
         step: Tensor,
         counted: slice = slice(None),
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[list[Tensor], Tensor]:
         """Let the states of the rows held here take the gradient. The caller counts the steps of the members.
 
         Args:
-            gradient: of rows x width each, reduced; used up, but for whole rows that are read where they are. factor: (B,) fp32, unscales and clips it; 0 where
-                a matrix takes no step.
+            parts: as in :meth:`measure`. gradients: of each, of rows x width each, reduced; used up, but for whole rows
+                that are read where they are. factor: (B,) fp32, unscales and clips it; 0 where a matrix takes no step.
             step: number of the step, 0-dim int64, which keys random rounding. counted: as in :meth:`measure`.
 
         Returns:
-            ``(update, sums)``: the update before :meth:`finish`, B x rows x its columns; and what is to be
-            summed over all holders, B x a fixed length, fp32.
+            ``(updates, sums)``: the update of each part before :meth:`finish`, B x rows x its columns; and of all what
+            is to be summed over all holders, B x a fixed length, fp32.
         """
+        shared = self.once(factor, betas, eps, step)
+        updates, sums = [], []
+        for own, part, gradient in zip(_places(parts), parts, gradients, strict=True):
+            part.shared = {name: found[own] for name, found in shared.items()}
+            update, terms = part.advance_part(
+                gradient, factor[own], betas=betas, eps=eps, counted=counted
+            )
+            updates.append(update)
+            sums.append(terms)
+            part.shared = {}
+        return updates, joined(sums)
 
     @abstractmethod
-    def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
-        """Limiter and scale, given the sums over all rows; ``factor`` as in :meth:`advance`."""
+    def once(
+        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
+    ) -> dict[str, Tensor]:
+        """What :meth:`advance` does once for all members, before the parts: what they need of it, B x ... each, is their
+        ``shared``."""
+
+    @abstractmethod
+    def advance_part(
+        self,
+        gradient: Gradients,
+        factor: Tensor,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        counted: slice,
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`advance` of a part: its update, and terms of which the rule makes the sums, B x ... fp32."""
+
+    @abstractmethod
+    def finish(
+        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor, factor: Tensor
+    ) -> list[Change]:
+        """Limiter and scale, given the sums over all rows: the change of each of :meth:`pieces`.
+
+        Args:
+            parts, factor: as in :meth:`advance`. updates, sums: of it.
+        """
 
     # -- energy ---------------------------------------------------------------------------------
 

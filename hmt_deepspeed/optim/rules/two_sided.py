@@ -21,7 +21,7 @@ from hmt_deepspeed.optim.rules.adam import direct_
 from hmt_deepspeed.optim.rules.formulas import TINY, square_norms
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, LowRankStack
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, stacked
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, joined, stacked
 
 __all__ = ["TwoSidedMatrix", "TwoSidedStack"]
 
@@ -37,12 +37,18 @@ class TwoSidedStack(LowRankStack):
         found = [m.left_basis for m in self.members if isinstance(m, TwoSidedMatrix)]
         return stacked(found).float()
 
-    def measure(self, gradient: Gradients, counted: slice) -> Tensor:
+    def measure(
+        self, parts: Sequence[Stack], gradients: Sequence[Gradients], counted: slice
+    ) -> Tensor:
         """Squared norms of ``A`` and ``S``, then the core ``P^T A``."""
-        assert isinstance(gradient, Tensor)
-        image = gradient[:, counted, : self.rank].float()
-        core = self.left_bases()[:, counted].transpose(1, 2) @ image
-        return torch.cat((super().measure(gradient, counted), core.flatten(1)), dim=1)
+        cores = []
+        for part, gradient in zip(parts, gradients, strict=True):
+            assert isinstance(part, TwoSidedStack)
+            assert isinstance(gradient, Tensor)
+            image = gradient[:, counted, : self.rank].float()
+            cores.append(part.left_bases()[:, counted].transpose(1, 2) @ image)
+        norms = super().measure(parts, gradients, counted)
+        return torch.cat((norms, joined(cores).flatten(1)), dim=1)
 
     def observe(
         self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
@@ -53,15 +59,32 @@ class TwoSidedStack(LowRankStack):
         self._seen_norm = torch.maximum(inside, by_name["outside"][:, 0]).sqrt()
         self.follow(inside, self.square_norms(sums), scale, taken)
 
-    def advance(
+    def once(
+        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
+    ) -> dict[str, Tensor]:
+        """The core's moments and direction; factors on the residual for the parts."""
+        shared, each = super().once(factor, betas, eps, step), factor.view(-1, 1, 1)
+        core = torch.where(each != 0, self._core * each, 0.0)
+        directions = core.clone()  # one long row: evidence is of entries
+        row = directions.view(len(core), 1, -1)
+        direct_(self, row, (factor != 0).float(), betas, eps, shared)
+        shared |= {"core": core, "directions": directions}
+        if self.limits:
+            seen = torch.where(factor != 0, self._seen_norm * factor, 1.0).clamp_min(TINY)
+            phi = square_norms(directions).sqrt() / seen
+            known = self.residual_scale()
+            shared |= {"inside": phi * (known != 0), "outside": phi * known}
+        del self._core, self._seen_norm
+        return shared
+
+    def advance_part(
         self,
         gradient: Gradients,
         factor: Tensor,
         *,
         betas: tuple[float, float],
         eps: float,
-        step: Tensor,
-        counted: slice = slice(None),
+        counted: slice,
     ) -> tuple[Tensor, Tensor]:
         """The residual ``phi [A - P P^T A | c S]``; :meth:`finish` adds ``[P U | 0]``.
 
@@ -69,32 +92,28 @@ class TwoSidedStack(LowRankStack):
         larger, as the rows' does in :mod:`hmt_deepspeed.optim.rules.low_rank`.
         """
         assert isinstance(gradient, Tensor)
-        each = factor.view(-1, 1, 1)
-        gradient = torch.where(each != 0, gradient.float() * each, 0.0)
-        core = torch.where(each != 0, self._core * each, 0.0)
-        self._directions = core.clone()  # one long row: evidence is of entries
-        row = self._directions.view(len(core), 1, -1)
-        direct_(self, row, (factor != 0).float(), betas, eps, step)
+        gradient, each, rank = gradient.float(), factor.view(-1, 1, 1), self.rank
+        gradient.mul_(each).masked_fill_(each == 0, 0.0)
+        self._directions = self.shared["directions"]
         if not self.limits:
-            return gradient.zero_(), gradient.new_zeros(len(gradient), 1)
-        seen = torch.where(factor != 0, self._seen_norm * factor, 1.0).clamp_min(TINY)
-        phi = square_norms(self._directions).sqrt() / seen
-        gradient[..., : self.rank].baddbmm_(self.left_bases(), core, alpha=-1)
-        known = self.residual_scale()
-        gradient[..., : self.rank] *= (phi * (known != 0)).view(-1, 1, 1)
-        gradient[..., self.rank :] *= (phi * known).view(-1, 1, 1)
-        return gradient, square_norms(gradient[:, counted]).unsqueeze(1)
+            return gradient.zero_(), gradient.new_zeros(gradient[:, counted].shape[:2])
+        gradient[..., :rank].baddbmm_(self.left_bases(), self.shared["core"], alpha=-1)
+        gradient[..., :rank] *= self.shared["inside"].view(-1, 1, 1)
+        gradient[..., rank:] *= self.shared["outside"].view(-1, 1, 1)
+        return gradient, torch.linalg.vector_norm(gradient[:, counted], dim=2).square_()
 
     @property
     def limits(self) -> bool:
         return self.settings.residual == "probe"
 
-    def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
-        update *= self.limited(sums, factor).view(-1, 1, 1)
+    def column_scale(self, taken: Tensor, limit: Tensor) -> Tensor:
+        return torch.stack((taken, taken), dim=1)
+
+    def changed(self, update: Tensor, scale: Tensor, limit: Tensor) -> Change:
+        update *= limit.view(-1, 1, 1)
         update[..., : self.rank].baddbmm_(self.left_bases(), self._directions)
-        del self._core, self._seen_norm, self._directions
-        taken = (factor != 0).float() * self.first.scale
-        return Change(update, torch.stack((taken, taken), dim=1))
+        del self._directions
+        return Change(update, scale)
 
 
 class TwoSidedMatrix(LowRankMatrix):

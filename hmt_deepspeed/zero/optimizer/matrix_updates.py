@@ -31,30 +31,39 @@ class Part:
     """Matrices that step together, and their parameters.
 
     Attributes:
-        sums: what was measured of their gradients over all rows, of the matrices held here, until they step.
+        most: elements of an update of a part of the stack. sums: what was measured of their gradients over all rows, of
+            the matrices held here, until they step.
     """
 
     stack: Stack
     members: Sequence[ParamState]
+    most: int
     sums: Tensor | None = None
 
-    def gradients(self) -> Gradients:
-        """Of rows x width each; zeros for a matrix that no backward has reached, as DeepSpeed's ZeRO counts it."""
+    @property
+    def parts(self) -> list[Stack]:
+        """Of the stack, whose gradients lie side by side."""
+        return self.stack.parts(self.most)
+
+    def gradients(self) -> list[Gradients]:
+        """Of each part, of rows x width each; zeros for a matrix that no backward has reached, as DeepSpeed's ZeRO counts
+        it."""
         first, device = self.stack.first, self.stack.device
         shape = (first.num_held * first.num_rows, first.width)
-        found = [p.gradient.reduced for p in self.members]
-        known = [torch.zeros(shape, device=device) if g is None else g for g in found]
-        gradients = alike(known) if self.stack.reads_whole_rows else stacked(known)
-        if first.count == 1:
-            return gradients
+        reduced = [p.gradient.reduced for p in self.members]
+        known = [torch.zeros(shape, device=device) if g is None else g for g in reduced]
         size = first.num_held, first.num_rows, first.width
-        if isinstance(gradients, list):
-            return [gradient.view(size) for gradient in gradients]
-        return gradients.reshape(len(self.members) * size[0], *size[1:])
+        if self.stack.reads_whole_rows:
+            known = alike(known)
+            if first.count > 1:
+                known = [gradient.view(size) for gradient in known]
+            return list(self.stack.by_parts(known, self.most))
+        found = alike([stacked(own) for own in self.stack.by_parts(known, self.most)])
+        return [part.reshape(len(part) * size[0], *size[1:]) for part in found]
 
     def room(self, dtype: torch.dtype, place: int) -> Tensor:
         """Memory for the gradient of one member, see :meth:`Stack.room`; experts' rows one below the other."""
-        room = self.stack.room(dtype, place)
+        room = self.stack.room(dtype, self.most, place)
         return room.flatten(0, 1) if self.is_of_experts else room
 
     @property
@@ -77,7 +86,7 @@ class Part:
 
     def part(self, begin: int, end: int) -> Part:
         """Some of them."""
-        return Part(self.stack.part(begin, end), self.members[begin:end])
+        return Part(self.stack.part(begin, end), self.members[begin:end], self.most)
 
     def of_part(self, change: Change, begin: int, end: int) -> Change:
         """The change of some of the members."""

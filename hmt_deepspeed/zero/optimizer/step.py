@@ -155,7 +155,10 @@ class ZeroStep:
         """
         own = [part for part in parts if part.holders is holders]
         dense = self._dense[holders]
-        sums = [part.over_all(part.stack.measure(part.gradients(), part.counted)) for part in own]
+        sums = [
+            part.over_all(part.stack.measure(part.parts, part.gradients(), part.counted))
+            for part in own
+        ]
         sums.append(self._dense_square_norms(dense))
         total = torch.cat([found.flatten() for found in sums])
         if self._is_sharded_over(holders):
@@ -189,13 +192,20 @@ class ZeroStep:
 
     # -- stacks -----------------------------------------------------------------------------------
 
+    def _in_place(self, param_state: ParamState) -> bool:
+        """Whether updates of weights like it take the place of projected gradients: these are fp32, and no weight gets its
+        own copy."""
+        return self.settings.accumulate_dtype == torch.float32 and not param_state.weight.alone
+
     def parts(self) -> list[Part]:
         """The matrices as they step together."""
         found = []
         for stack in self._stacks.of(list(self._by_matrix), self._kinds):
-            rows = self._by_matrix[stack.first].gradient.shards.max_rows  # the same on all ranks
-            for part in stack.parts(MOST_ALIVE, rows):
-                found.append(Part(part, [self._by_matrix[matrix] for matrix in part.members]))
+            first = self._by_matrix[stack.first]
+            stack.largest_rows = first.gradient.shards.max_rows
+            for group in stack.groups(MOST_ALIVE, self._in_place(first)):
+                members = [self._by_matrix[matrix] for matrix in group.members]
+                found.append(Part(group, members, MOST_ALIVE))
         return found
 
     def make_room(self) -> None:
@@ -229,8 +239,9 @@ class ZeroStep:
         for _, unit in sorted(units, key=itemgetter(0)):
             size = 0
             if isinstance(unit, Part) and not isinstance(unit.members[0].weight, HostWeight):
-                rows = unit.members[0].gradient.shards.max_rows  # equal on all ranks
-                size = rows * unit.stack.alive_width * len(unit.members)
+                first = unit.members[0]
+                rows = first.gradient.shards.max_rows  # equal on all ranks
+                size = rows * unit.stack.held_width(self._in_place(first)) * len(unit.members)
             if portion and alive + size > most:
                 yield portion
                 portion, alive = [], 0
@@ -241,17 +252,18 @@ class ZeroStep:
     def _uses(
         self, portion: Sequence[Part | ParamState]
     ) -> list[tuple[Part | ParamState, int, int]]:
-        """What is updated by order of use, and which members of a part: all, or one that is updated alone."""
+        """What is updated by order of use, and which members of a part: a piece, or one that is updated alone."""
         found: list[tuple[int, tuple[Part | ParamState, int, int]]] = []
         for unit in portion:
             if isinstance(unit, ParamState):
                 found.append((self._places[unit.name], (unit, 0, 1)))
                 continue
-            size = len(unit.members)
-            each = 1 if unit.alone else size
-            for begin in range(0, size, each):
+            pieces = unit.stack.pieces(MOST_ALIVE)
+            if unit.alone:
+                pieces = [(place, place + 1) for place in range(len(unit.members))]
+            for begin, end in pieces:
                 place = self._places[unit.members[begin].name]
-                found.append((place, (unit, begin, begin + each)))
+                found.append((place, (unit, begin, end)))
         return [use for _, use in sorted(found, key=itemgetter(0))]
 
     # -- update -----------------------------------------------------------------------------------
@@ -294,12 +306,7 @@ class ZeroStep:
             found = self._advance([u for u in portion if isinstance(u, Part)], factor, step_count)
             for unit, begin, end in order:
                 if isinstance(unit, Part):
-                    updates[holders].apply(
-                        unit.part(begin, end), unit.of_part(found[unit], begin, end)
-                    )
-                    if end == len(unit.members):
-                        del found[unit]
-                        unit.stack.free()
+                    self._apply(updates[holders], unit, begin, end, found[unit])
                     continue
                 if unit.host is not None:
                     unit.host.step(host_factor, unit.rounding_key(step_count), unit.hyper())
@@ -309,11 +316,28 @@ class ZeroStep:
         self.written()
         self._uncommitted = bool(self._unfinished)
 
+    def _apply(
+        self,
+        updates: MatrixUpdates,
+        part: Part,
+        begin: int,
+        end: int,
+        changes: dict[tuple[int, int], Change],
+    ) -> None:
+        """Change weights of members of one piece; the memory of their update goes with the last of them."""
+        first, last = piece = next(key for key in changes if key[0] <= begin < key[1])
+        whole, change = part.part(first, last), changes[piece]
+        updates.apply(part.part(begin, end), whole.of_part(change, begin - first, end - first))
+        if end == last:
+            del changes[piece]
+            part.stack.free(MOST_ALIVE, begin)
+
     def _advance(
         self, parts: Sequence[Part], factor: Tensor, step_count: int
-    ) -> dict[Part, Change]:
-        """Steps of the states of parts of stacks, which the same ranks share: what each changes of its weights."""
-        found: dict[Part, tuple[Tensor, Tensor]] = {}
+    ) -> dict[Part, dict[tuple[int, int], Change]]:
+        """Steps of the states of parts of stacks, which the same ranks share: what each changes of its weights, by
+        pieces."""
+        found: dict[Part, tuple[list[Tensor], Tensor]] = {}
         factors: dict[Part, Tensor] = {}
         for part in parts:
             hyper, gradients = part.members[0].hyper(), part.gradients()
@@ -325,6 +349,7 @@ class ZeroStep:
                 param_state.matrix.moments.steps += 1
                 param_state.gradient.reduced = None  # used up
             found[part] = part.stack.advance(
+                part.parts,
                 gradients,
                 factors[part],
                 betas=hyper["betas"],
@@ -342,11 +367,12 @@ class ZeroStep:
             for part, own, sums in zip(limited, of_all, total.split(lengths), strict=True):
                 found[part] = found[part][0], part.stack.of_held(sums.view_as(own))
         changes = {}
-        for part, (update, sums) in found.items():
-            change = part.stack.finish(update, sums, factors[part])
+        for part, (updates, sums) in found.items():
+            some = part.stack.finish(part.parts, updates, sums, factors[part])
             if part.alone:
-                change = change.multiplied(part.stack.rank, part.stack.first.dtype)
-            changes[part] = change
+                how = part.stack.rank, part.stack.first.dtype
+                some = [change.multiplied(*how) for change in some]
+            changes[part] = dict(zip(part.stack.pieces(MOST_ALIVE), some, strict=True))
         return changes
 
     def _step_dense(

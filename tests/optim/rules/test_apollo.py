@@ -116,7 +116,9 @@ def test_projection_is_gaussian_of_variance_one_over_r():
     def drawn(*numbers):
         for matrix, number in zip(members, numbers, strict=True):
             matrix.draw = number
-        return ApolloStack(members).projections()
+        stack = ApolloStack(members)
+        stack.shared = stack.once(torch.ones(2), BETAS, 1e-8, torch.tensor(0))
+        return stack.projections()
 
     one, other = drawn(3, 3)
     assert one.shape == (400, 16)

@@ -78,20 +78,34 @@ def given(stack: Stack, gradient: Tensor) -> Gradients:
     return list(gradient) if stack.reads_whole_rows else gradient.clone()
 
 
-def advance(stack: Stack, gradient: Tensor, factor: Tensor, step: int) -> Change:
-    """The change; where rows are whole its update is all of it."""
+def advance(
+    stack: Stack, gradient: Tensor, factor: Tensor, step: int, most: int = 1 << 26
+) -> Change:
+    """The change; where rows are whole its update is all of it.
+
+    most: elements of a part of the stack.
+    """
     for matrix in stack.members:
         matrix.moments.steps += 1
-    before = gradient.clone()
-    stack.observe(stack.measure(given(stack, gradient), slice(None)), 2.0)
-    update, sums = stack.advance(given(stack, gradient), factor, step=step, **HYPER)
-    change = stack.finish(update, sums, factor)
+    before, parts = gradient.clone(), stack.parts(most)
+
+    def by_parts() -> list[Gradients]:
+        sizes = [len(part.members) for part in parts]
+        return [given(stack, some) for some in gradient.split(sizes)]
+
+    stack.observe(stack.measure(parts, by_parts(), slice(None)), 2.0)
+    updates, sums = stack.advance(parts, by_parts(), factor, step=step, **HYPER)
+    found = []
+    changes = stack.finish(parts, updates, sums, factor)
+    for (begin, end), change in zip(stack.pieces(most), changes, strict=True):
+        if change.beside is not None:
+            columns = stack.part(begin, end).update_columns(change)
+            whole = [change.whole(place, columns[place]) for place in range(end - begin)]
+            change = Change(torch.stack(whole), change.scale)
+        found.append(change)
     assert torch.equal(gradient.nan_to_num(), before.nan_to_num())
-    if change.beside is None:
-        return change
-    columns = stack.update_columns(change)
-    whole = [change.whole(place, columns[place]) for place in range(len(stack.members))]
-    return Change(torch.stack(whole), change.scale)
+    scales = torch.cat([change.scale for change in found])
+    return Change(torch.cat([change.update for change in found]), scales)
 
 
 def terms(change: Change) -> dict[str, Tensor]:
@@ -146,18 +160,14 @@ def test_members_step_as_they_would_alone(case: str, dtype: str) -> None:
             together[1].measured = alone[1].measured = False  # has no residual
         for matrix in (*together, *alone):
             draw_probes(matrix, step)
-        parts, changes = [stack] if step != 3 else list(stack.parts(1)), []
-        assert len(parts) == (1 if step != 3 else len(together))
+        most = 1 if step == 3 else 1 << 26
+        assert len(stack.parts(most)) == (len(together) if step == 3 else 1)
         gradient, factor = gradients(together, step), torch.tensor(FACTORS)
-        for begin, part in enumerate(parts):
-            own = slice(begin, begin + len(part.members))
-            changes.append(advance(part, gradient[own], factor[own], step))
-        update = torch.cat([change.update for change in changes])
-        scale = torch.cat([change.scale for change in changes])
+        change = advance(stack, gradient, factor, step, most)
         for place, single in enumerate(singles):
             own = slice(place, place + 1)
             expected = advance(single, gradient[own], factor[own], step)
-            found = {"update": update[own], "scale": scale[own]}
+            found = {"update": change.update[own], "scale": change.scale[own]}
             assert_same(found, terms(expected), exact)
             assert_same(held(together[place]), held(alone[place]), exact)
 
@@ -199,7 +209,7 @@ def test_a_step_that_is_not_taken_leaves_the_energies(case: str) -> None:
     stack = members[0].STACK(members)
     advance(stack, gradients(members, 0), torch.tensor(FACTORS), 0)
     before = [held(matrix) for matrix in members]
-    sums = stack.measure(given(stack, gradients(members, 1)), slice(None))
+    sums = stack.measure([stack], [given(stack, gradients(members, 1))], slice(None))
     stack.observe(sums, 1.0, torch.tensor(False))
     stack.observe(sums.clone().fill_(float("nan")), 1.0, torch.tensor(False))
     for matrix, kept in zip(members, before, strict=True):

@@ -54,7 +54,7 @@ def trained(name: str, most: int) -> list[tuple[dict[str, Tensor], set[int]]]:
         model = wide_llama() if name == "int8" else tiny_llama()
         engine = mode_engine(fields, stage, model=model, **changes)
         train(engine, 6)
-        sizes = {len(part.members) for part in engine.optimizer._step.parts()}
+        sizes = {len(own.members) for part in engine.optimizer._step.parts() for own in part.parts}
         found.append((held(engine.optimizer), sizes))
         engine.destroy()
     return found
