@@ -98,8 +98,8 @@ def test_projected_backward(folder: Path) -> None:
     assert saved["projected"] == 2 * 128 * 3 * (8 + 8) * 4
 
 
-def test_projected_experts(folder: Path) -> None:
-    case = toy_case("projected_experts", folder, suite="experts")
+def test_projected_experts(tmp_path: Path) -> None:
+    case = toy_case("projected_experts", tmp_path, suite="experts")
     check_fields(case)
     assert value(case, "fp64") < 1e-12
     (samples,) = case["samples"].values()

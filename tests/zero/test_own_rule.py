@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -21,7 +21,7 @@ from hmt_deepspeed import HMT
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.kernels.noise import Stream
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, ProjectedStack
-from hmt_deepspeed.optim.rules.stack import Change
+from hmt_deepspeed.optim.rules.stack import Change, Stack
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.model.families import shape_of_config
@@ -90,32 +90,39 @@ class Momentum(KeptStates):
 class ToyStack(ProjectedStack):
     """``W <- (1 - lr wd) W - lr M / sqrt(tr M^T M) Q^T`` of matrices alike."""
 
-    def advance(
+    def once(
+        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
+    ) -> dict[str, Tensor]:
+        return {"keys": self.keys(step, Stream.FIRST_STATE)}
+
+    def advance_part(
         self,
         gradient: Tensor,
         factor: Tensor,
         *,
         betas: tuple[float, float],
         eps: float,
-        step: int,
-        counted: slice = slice(None),
+        counted: slice,
     ) -> tuple[Tensor, Tensor]:
         each, state = factor.view(-1, 1, 1), self.state("momentum")
         inside = torch.where(each != 0, gradient[..., : self.rank] * each, 0.0)
         momentum = state.read()
         momentum.lerp_(inside, (each != 0) * (1 - betas[0]))
         if momentum is not state.data:
-            state.write_many(momentum, self.keys(step, Stream.FIRST_STATE), factor)
+            state.write_many(momentum, self.shared["keys"], factor)
         update = torch.zeros_like(gradient, dtype=torch.float32)
         update[..., : self.rank] = momentum
         held = momentum[:, counted]
         return update, (held.transpose(1, 2) @ held).flatten(1)
 
-    def finish(self, update: Tensor, sums: Tensor, factor: Tensor) -> Change:
+    def finish(
+        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor, factor: Tensor
+    ) -> list[Change]:
         gram = self.named(sums, early=False)["gram"].unflatten(1, (self.rank, self.rank))
         trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
         scale = (factor != 0) * self.first.scale / trace.sqrt().clamp_min(1e-12)
-        return Change(update, torch.stack((scale, scale), dim=1))
+        both = torch.stack((scale, scale), dim=1).split([part.size for part in parts])
+        return [Change(update, own) for update, own in zip(updates, both, strict=True)]
 
 
 class ToyMatrix(ProjectedMatrix):

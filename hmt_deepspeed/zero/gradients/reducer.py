@@ -70,7 +70,8 @@ class GradientReducer:
         self._pool: list[Tensor] = []
         self._pooled = 0  # elements of each buffer in it
         self._in_flight: list[InFlight] = []
-        self._holds = True  # gradients, or a round that has begun
+        self._holds = False  # gradients, or a round that has begun
+        self._is_open = self._has_own = self._has_means = False
         self._repeats: bool | None = None  # see _any_late; None before the first backward's end
         self._repeated = False
         self.plan()
@@ -78,7 +79,7 @@ class GradientReducer:
     # -- plan -----------------------------------------------------------------------------------
 
     def plan(self) -> None:
-        """Drop gradients and fix the buckets of the coming window: last parameters first, as backward will meet them."""
+        """Fix the buckets of the coming window: last parameters first, as backward will meet them."""
         signature = [
             (None if g.matrix is None else g.matrix.alike, g.refreshing) for g in self.gradients
         ]
@@ -91,8 +92,7 @@ class GradientReducer:
                 for holders in {bucket.holders for bucket in self._buckets}
             }
             self._size_pool()
-            self._holds = True
-        self.reset()
+            self._begin_round()
 
     def _size_pool(self) -> None:
         """Buffers of the pool are as large as the largest bucket within ``bucket_elements``.

@@ -299,6 +299,7 @@ class HMTZeroOptimizer(OptimizerInterface):
             checked, overflow = False, self._step.overflow()
         if self._refresh(overflow):
             self._take(scale, checked)
+            self.reducer.reset()
         else:
             self._conclude(True, scale)
             self.zero_grad()
