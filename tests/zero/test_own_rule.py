@@ -20,7 +20,8 @@ from training import PAPERS_RULE, assert_same_run, tiny_llama
 from hmt_deepspeed import HMT
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.kernels.noise import Stream
-from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, ProjectedStack
+from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
+from hmt_deepspeed.optim.rules.projected_stack import ProjectedStack
 from hmt_deepspeed.optim.rules.stack import Change, Stack
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 from hmt_deepspeed.planner.command import main
