@@ -40,6 +40,7 @@ from hmt_deepspeed.fpdt.inputs import (
     tokens,
 )
 from hmt_deepspeed.fpdt.layer import Rotary
+from hmt_deepspeed.fpdt.routers import WholeLogits, asked_for_logits, logits_of_a_piece
 from hmt_deepspeed.fpdt.sequence import SequenceParallel, TokenSharding
 from hmt_deepspeed.fpdt.visibility import Span, Visibility, spans_of
 
@@ -87,9 +88,13 @@ class ChunkedLayer:
             held = SavedInput(x, self.holder())
         if follows and self.attention_holder is not None:
             outputs = SavedOutputs(self.attention_holder())
-        passage = Passage(held, outputs)
+        passage, collected = Passage(held, outputs), asked_for_logits()
+        arguments = self, visibility, held, outputs, passage, collected is not None
         with passage.hooks():
-            return _Layer.apply(x, cos, sin, self, visibility, held, outputs, passage, *parameters)
+            out, *logits = _Layer.apply(x, cos, sin, *arguments, *parameters)
+        if collected is not None:
+            collected += logits
+        return out
 
     def forward(
         self,
@@ -98,10 +103,11 @@ class ChunkedLayer:
         rotary: Rotary | None,
         held: SavedInput | None = None,
         outputs: SavedOutputs | None = None,
-    ) -> Tensor:
-        """Without grad. Each piece of ``x`` goes to ``held`` once it has been used, and each chunk's attention
-        to ``outputs``."""
-        out = torch.empty_like(x)
+        wants_logits: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """The output and, if wanted, the logits [B T, E] of each router in the layer, without grad. Each piece of
+        ``x`` goes to ``held`` once it has been used, and each chunk's attention to ``outputs``."""
+        out, logits = torch.empty_like(x), WholeLogits(*x.shape[:2])
         whole = WholeInput(x)
         sharding = self._sharding(whole, visibility)
         with self._open(whole, visibility, backward=False) as chunks:
@@ -115,24 +121,30 @@ class ChunkedLayer:
                     outputs.hold(shard, log_sum_exp)
                 attended = self._own_tokens(shard, parts)
                 for part, piece in in_turn(whole, self._pieces(span)):
-                    out[:, part[0] : part[1]] = tokenwise.finish(
-                        self.layer, self.family, piece, tokens(attended, part, span[0])
-                    )
+                    with logits_of_a_piece(wants_logits) as found:
+                        out[:, part[0] : part[1]] = tokenwise.finish(
+                            self.layer, self.family, piece, tokens(attended, part, span[0])
+                        )
+                    logits.put(part, found)
                     if held is not None:
                         held.hold(part, piece)
-        return out
+        return out, *logits.take()
 
     def backward(
         self,
         x: Input,
-        grad: Tensor,
+        grads: Sequence[Tensor],
         visibility: Visibility,
         rotary: Rotary | None,
         wants_x: bool,
         sums: ParameterGradients,
         outputs: SavedOutputs | None = None,
     ) -> Tensor | None:
-        """Gradient of the input, if wanted; those of the parameters go to ``sums``."""
+        """Gradient of the input, if wanted; those of the parameters go to ``sums``.
+
+        Args:
+            grads: of the output [B, T, n] and of each router's logits [B, T, E] that forward returned.
+        """
         dx = x.new_gradient() if wants_x else None
         sharding = self._sharding(x, visibility)
         spans = sharding.local_spans(self.sequence.rank)
@@ -150,7 +162,7 @@ class ChunkedLayer:
                     shard, log_sum_exp = outputs.read(index)
                 attended = self._own_tokens(shard, parts)
                 turn = in_turn(x, pieces[index], next_pieces[index])
-                d_attended = self._finish_backward(turn, attended, grad, dx, span, sums)
+                d_attended = self._finish_backward(turn, attended, grads, dx, span, sums)
                 d_shard = self.sequence.to_heads(d_attended, parts)
                 attention.keep_gradient(index, shard, log_sum_exp, d_shard)
                 del shard, log_sum_exp, attended, d_attended, d_shard
@@ -192,7 +204,7 @@ class ChunkedLayer:
         self,
         pieces: Iterator[tuple[Span, Tensor]],
         attended: Tensor,
-        grad: Tensor,
+        grads: Sequence[Tensor],
         dx: Tensor | None,
         span: Span,
         sums: ParameterGradients,
@@ -204,9 +216,11 @@ class ChunkedLayer:
                 piece.detach().requires_grad_(dx is not None),
                 tokens(attended, part, span[0]).detach().requires_grad_(),
             ]
-            with sums.computing():
+            with sums.computing(), logits_of_a_piece(len(grads) > 1) as logits:
                 out = tokenwise.finish(self.layer, self.family, *inputs)
-            d_x, d_part = sums.differentiate([out], [tokens(grad, part)], inputs)
+            d_out, *d_logits = (tokens(grad, part) for grad in grads)
+            d_logits = [grad.flatten(0, 1) for grad in d_logits]
+            d_x, d_part = sums.differentiate([out, *logits], [d_out, *d_logits], inputs)
             assert d_part is not None
             d_attended[:, part[0] - span[0] : part[1] - span[0]] = d_part
             if dx is not None and d_x is not None:
@@ -318,8 +332,9 @@ class _Layer(torch.autograd.Function):
         held: SavedInput | None,
         outputs: SavedOutputs | None,
         passage: Passage,
+        wants_logits: bool,
         *parameters: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         # in the places of the first two tensors goes what is held, see `Passage`
         first = x if held is None else torch.empty(0)
         second = [] if outputs is None else [torch.empty(0)]
@@ -330,24 +345,25 @@ class _Layer(torch.autograd.Function):
         ctx.autocast = autocast_of(x.device)  # type: ignore[attr-defined]
         with autocast_of(x.device):
             rotary = None if cos is None or sin is None else (cos, sin)
-            return layer.forward(x, visibility, rotary, held, outputs)
+            return layer.forward(x, visibility, rotary, held, outputs, wants_logits)
 
     @staticmethod
     @only_first_order
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad: Tensor, *of_logits: Tensor) -> tuple[Tensor | None, ...]:
         first, *_, cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
         passage: Passage = ctx.passage  # type: ignore[attr-defined]
         x = passage.arrived(SavedInput) or WholeInput(first)
         outputs = passage.arrived(SavedOutputs)
         sums = ParameterGradients(ctx)
+        grads = grad, *(one.unflatten(0, grad.shape[:2]) for one in of_logits)
         with ctx.autocast, ctx.layer.around_backward():  # type: ignore[attr-defined]
             dx = ctx.layer.backward(  # type: ignore[attr-defined]
                 x,
-                grad,
+                grads,
                 ctx.visibility,  # type: ignore[attr-defined]
                 None if cos is None else (cos, sin),
                 ctx.needs_input_grad[0],  # type: ignore[attr-defined]
                 sums,
                 outputs,
             )
-        return dx, None, None, None, None, None, None, None, *sums.take()
+        return dx, *[None] * 8, *sums.take()

@@ -18,6 +18,7 @@ from hmt_deepspeed.fpdt.loss import chunked_cross_entropy, count_of, shifted
 from hmt_deepspeed.fpdt.mlp import chunked_tokenwise
 from hmt_deepspeed.fpdt.part import SequencePart
 from hmt_deepspeed.fpdt.refusals import as_visibility, refuse, refuse_loss
+from hmt_deepspeed.fpdt.routers import auxiliary_loss
 
 __all__ = [
     "checkpointing_off",
@@ -83,7 +84,7 @@ def head_forward(
 
 def model_forward(original: Callable[..., Any], part: SequencePart) -> Callable[..., Any]:
     """Forward of the causal model: with labels its loss, without logits; else its usual result."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
     from transformers.utils.generic import can_return_tuple
 
     signature = inspect.signature(original)
@@ -103,12 +104,24 @@ def model_forward(original: Callable[..., Any], part: SequencePart) -> Callable[
         refuse_loss(self, given.pop("logits_to_keep", 0))
         targets = shifted(labels) if targets is None else targets
         count = count_of(targets, given.pop("num_items_in_batch", None))
-        with part.of(given, targets) as (given, targets):
+        if given.get("output_router_logits") is None:  # the config decides
+            given.pop("output_router_logits", None)
+        mask = given.get("attention_mask")
+        with part.of(given, targets) as (given, own):
             outputs = getattr(self, self.base_model_prefix)(**given)
             head = self.get_output_embeddings()
-            loss = head(outputs.last_hidden_state, targets=targets, count=part.share(count))
-        return CausalLMOutputWithPast(
-            loss=part.loss_of_all(loss), hidden_states=outputs.hidden_states
+            loss = head(outputs.last_hidden_state, targets=own, count=part.share(count))
+        loss, hidden_states = part.loss_of_all(loss), outputs.hidden_states
+        logits = getattr(outputs, "router_logits", None)
+        if not logits:
+            return CausalLMOutputWithPast(loss=loss, hidden_states=hidden_states)
+        logits = tuple(part.logits_of_all(one, targets.shape) for one in logits)
+        aux_loss = auxiliary_loss(self, logits, mask)
+        return MoeCausalLMOutputWithPast(
+            loss=loss + self.router_aux_loss_coef * aux_loss,
+            aux_loss=aux_loss,
+            hidden_states=hidden_states,
+            router_logits=logits,
         )
 
     return forward

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hmt_deepspeed.fpdt.visibility import Visibility
 
 __all__ = [
+    "moved",
     "shared_sequence",
     "visibility_of_batch",
     "visibility_of_mask",
@@ -87,13 +88,13 @@ def with_mask(given: dict[str, Any]) -> dict[str, Any]:
     transformers would look for documents on the device, and wait."""
     tokens = _tokens_of(given)
     assert tokens is not None
-    moved = {
-        name: _moved(given[name], tokens.device)
+    taken = {
+        name: moved(given[name], tokens.device)
         for name in ("attention_mask", "position_ids")
         if given.get(name) is not None
     }
     every = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    return {**given, "attention_mask": every, **moved}
+    return {**given, "attention_mask": every, **taken}
 
 
 def _tokens_of(given: dict[str, Any]) -> Tensor | None:
@@ -102,7 +103,7 @@ def _tokens_of(given: dict[str, Any]) -> Tensor | None:
     return given.get("inputs_embeds") if ids is None else ids
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """On the device, by a copy from pinned memory that nobody waits for."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +100,28 @@ class SequencePart:
         own = loss.detach().view(1)
         every = self.sequence.group.exchange([own] * size, [(1,)] * size)
         return loss + (torch.cat(every).mean() - own).squeeze()
+
+    def logits_of_all(self, local: Tensor, shape: Sequence[int]) -> Tensor:
+        """What this rank's tokens have, [B T, E], as [B S, E] with that of the other ranks, in order.
+
+        Gradients go to this rank's, times the ranks: their mean over the ranks is that of a loss which all compute.
+
+        Args:
+            shape: B and S, of the whole rows.
+        """
+        size, rank = self.sequence.size, self.sequence.rank
+        if size == 1:
+            return local
+        sharding = TokenSharding(shape[1], self.chunk_size, size)
+        own = local.unflatten(0, (shape[0], -1))
+        held = [sum(part[other] for part in sharding.parts) for other in range(size)]
+        every = self.sequence.group.exchange(
+            [own.detach()] * size, [(shape[0], tokens, own.shape[2]) for tokens in held]
+        )
+        every[rank] = own.detach() + size * (own - own.detach())
+        tokens = torch.arange(shape[1], device=own.device).unsqueeze(0)
+        order = torch.cat([sharding.take(tokens, other) for other in range(size)], dim=1)
+        return torch.cat(every, dim=1)[:, order[0].argsort()].flatten(0, 1)
 
     def _positions(self, given: dict[str, Any]) -> Tensor:
         ids: Tensor = given["input_ids"]

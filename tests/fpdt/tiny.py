@@ -44,6 +44,18 @@ MODELS = {
     "gpt_neox, serial residual": ("gpt_neox", {"use_parallel_residual": False}),
     "opt": ("opt", {}),
     "opt, norms after": ("opt", {"do_layer_norm_before": False}),
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "qwen3_moe, a layer without experts": (
+        "qwen3_moe",
+        {
+            "head_dim": 8,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
 }
 SIZES = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "embd_pdrop": 0},
