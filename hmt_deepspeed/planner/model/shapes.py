@@ -33,7 +33,8 @@ __all__ = [
 # Place of a linear in its layer; `up` includes the gate, `out` is the attention's output projection.
 Role = Literal["qkv", "out", "up", "down"]
 ROLES: tuple[Role, ...] = get_args(Role)
-ParameterKind = Literal["linear", "conv1d", "experts", "head", "embedding", "projection", "vector"]
+# formed: a linear whose backward forms its whole gradient (GPT-2's Conv1D, a Llama-4 router)
+ParameterKind = Literal["linear", "formed", "experts", "head", "embedding", "projection", "vector"]
 # silu, relu, gelu: one fused op (gelu of either kind); new_gelu: GPT-2's Python formula of the tanh one.
 Activation = Literal["silu", "relu", "gelu", "new_gelu"]
 
@@ -246,7 +247,7 @@ def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
         found.append(Parameter(f"{root}.project_out.weight", (width, hidden), "projection"))
     for linear in layer_linears(shape):
         size = (linear.outputs, linear.inputs)
-        kind: ParameterKind = "conv1d" if shape.conv1d else "linear"
+        kind: ParameterKind = "formed" if shape.conv1d else "linear"
         path = f"{names.layer}.{linear.name}"
         stored = size[::-1] if shape.conv1d else size
         found.append(Parameter(f"{path}.weight", stored, kind, shape.layers))

@@ -16,6 +16,7 @@ from torch import nn
 from hmt_deepspeed.architectures import field_of, idle_elements
 from hmt_deepspeed.attribution import Attribution, attribute
 from hmt_deepspeed.optim.backward.experts import expert_sites
+from hmt_deepspeed.optim.backward.linear import can_project
 from hmt_deepspeed.optim.settings.assign import head_weights, linear_weights
 from hmt_deepspeed.planner.model.listed import (
     LayerGroup,
@@ -151,7 +152,7 @@ class _Reader:
             elif name in heads:
                 found[name] = "head"
             elif name in linears and parameter.dim() == 2:
-                found[name] = "linear" if isinstance(linears[name], nn.Linear) else "conv1d"
+                found[name] = "linear" if can_project(linears[name]) else "formed"
             else:
                 found[name] = "embedding"
         return found

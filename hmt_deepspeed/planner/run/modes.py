@@ -132,7 +132,7 @@ class OptimizerMode:
 
     def is_projected(self, parameter: Parameter) -> bool:
         """Whether its backward forms the projected gradient only."""
-        patched = parameter.kind not in ("conv1d", "embedding") and self.projected_backward
+        patched = parameter.kind not in ("formed", "embedding") and self.projected_backward
         return self._takes_projection and patched and self.is_low_rank(parameter)
 
     def is_encoded(self, parameter: Parameter) -> bool:
