@@ -8,6 +8,7 @@ import pytest
 import torch
 from backends import (
     PAPER_KEPT,
+    SEED,
     assert_equal,
     bytes_of,
     cosines,
@@ -17,7 +18,7 @@ from backends import (
     poison,  # noqa: F401
 )
 from expert_modules import links_of, patch
-from families import LENGTH, tiny
+from families import LENGTH, tiny, tokens
 from torch import nn
 
 from hmt_deepspeed.attribution import attribute
@@ -188,3 +189,70 @@ def test_no_token_changes_experts_when_a_layer_is_computed_again(family: str) ->
     for before, after in zip(first, second, strict=True):
         for one, other in zip(before, after, strict=True):
             assert torch.equal(one, other)
+
+
+# -- losses of router logits ------------------------------------------------------------------------------
+
+ROUTERS = ["mixtral", "qwen3_moe", "gpt_oss", "olmoe"]  # the others have no such loss
+# Error of a router's gradient that 8 bits may make: thrice that of what they hold, since differences of experts count.
+LOSSY = {"int8": 3 * 0.015, "fp8": 3 * 0.06}
+SHARE = 1.0  # of either loss in the whole, so that routers would have other gradients without it
+
+
+def router_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients with transformers' load-balancing loss and the router z-loss (2202.08906, equation 5)."""
+    model.zero_grad()
+    batch = tokens()
+    outputs = model(input_ids=batch, labels=batch, output_router_logits=True)
+    logits = outputs.router_logits
+    loss = outputs.loss + SHARE * sum(one.logsumexp(-1).square().mean() for one in logits)
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("family", ROUTERS)
+def test_losses_of_router_logits_have_the_gradients_of_dense_experts(
+    family: str, own: bool
+) -> None:
+    model = tiny(family, router_aux_loss_coef=SHARE)
+    router = f".{MIXTURES[family][1]}."
+    without, (loss, dense) = gradients(model), router_gradients(model)
+    routers = [name for name in dense if router in name and not name.endswith("bias")]
+    assert len(routers) == 2
+    assert all(torch.dist(without[n], dense[n]) > 0.1 * dense[n].norm() for n in routers)
+    links = patch(model, links_of(model, "input" if own else "width", own))
+    projected_loss, expected = router_gradients(model)
+    projected = {name: link.take() for name, link in links.items()}
+    torch.testing.assert_close(projected_loss, loss, rtol=1e-6, atol=0)
+    assert all(torch.dist(expected[n], dense[n]) < 1e-5 * without[n].norm() for n in routers)
+    for choice in ("keep", "recompute", "swap_host", "int8", "fp8"):
+        policy = PAPER_KEPT | {"experts": choice}
+        with installed(model, policy, store=host_store()) as backend:
+            for _ in range(3):  # watched, recorded, and by the record
+                backend.begin_step()
+                found_loss, found = router_gradients(model)
+                products = {name: link.take() for name, link in links.items()}
+                assert torch.equal(found_loss, projected_loss)
+                if choice in LOSSY:  # only the language model's part of a gradient comes through
+                    errors = {n: torch.dist(found[n], dense[n]) for n in routers}
+                    assert all(errors[n] < LOSSY[choice] * without[n].norm() for n in routers)
+                else:
+                    assert_equal(found, expected)
+                    assert_equal(products, projected)
+            assert backend.report().missed == ()
+
+
+def test_noise_on_what_routers_read_is_drawn_once() -> None:
+    """Mixtral's, by which tokens would go to other experts when a layer is computed again."""
+    model = tiny("mixtral", router_jitter_noise=0.5)
+    expected = gradients(model)
+    torch.manual_seed(SEED + 1)
+    other = model(input_ids=tokens(), labels=tokens()).loss
+    torch.manual_seed(SEED)
+    assert model(input_ids=tokens(), labels=tokens()).loss != other
+    for choice in ("keep", "recompute", "swap_host"):
+        with installed(model, PAPER_KEPT | {"experts": choice}, store=host_store()) as backend:
+            for _ in range(3):
+                backend.begin_step()
+                assert_equal(gradients(model), expected)
