@@ -146,3 +146,24 @@ def test_ranks_that_share_a_sequence(ranks: Ranks, name: str) -> None:
         for loss, gradients in found:
             assert loss <= FP32
             assert gradients <= FP32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_no_token_changes_experts_when_backward_computes_a_piece_again(
+    name: str, dtype: torch.dtype
+) -> None:
+    model: Any = tiny(name, dtype)
+    calls: dict[str, list[torch.Tensor]] = {}
+    routers = [(n, m) for n, m in model.named_modules() if n.endswith("mlp.gate")]
+    for key, router in routers:
+        router.register_forward_hook(
+            lambda _, __, out, key=key: calls.setdefault(key, []).append(out[2])
+        )
+    with fpdt(model, chunk_size=8, piece_size=3):
+        step(model, batch())
+    assert len(calls) == 2
+    for found in calls.values():
+        half = len(found) // 2
+        assert half > LENGTH // 8
+        assert all(map(torch.equal, found[:half], found[half:]))

@@ -57,7 +57,7 @@ class ChunkedActivations:
         held: the choices, for the planner.
 
     Raises:
-        ValueError: a pattern matches neither a layer nor the head.
+        ValueError: a pattern matches neither a layer nor the head; rounded values before a router.
     """
 
     def __init__(
@@ -90,9 +90,12 @@ class ChunkedActivations:
                 nn.Module, Callable[[], Callable[[Tensor, Tensor], SavedAttention]]
             ] = {}
             chosen: dict[Component, list[Choice]] = {component: [] for component in CHUNKED}
+            routed = {layer.name for layer in attribution.layers if layer.routers}
             for name, component in inputs:
                 choice = policy.choice(component, name)
                 chosen[component].append(choice)
+                if name in routed and choice != "recompute" and self._codecs[choice].lossy:
+                    raise ValueError(_rounded_before_router(name, component, choice))
                 if component == "attention_output":
                     if choice != "recompute":
                         layer = model.get_submodule(name)
@@ -255,6 +258,14 @@ def _check_patterns(overrides: Mapping[str, object], names: list[str]) -> None:
                 f"hmt.activations.overrides: {pattern!r} matches no layer and no module of one; names look "
                 f"like {names[0]}, {names[1]}. Correct or remove the pattern."
             )
+
+
+def _rounded_before_router(name: str, component: Component, choice: Choice) -> str:
+    return (
+        f"hmt.activations: {component} of {name} is {choice!r}, legal with hmt.fpdt is a choice that does not round "
+        "where a layer has a router: backward runs the router again, which would send tokens to other experts. "
+        'Set "keep", "swap_host" or "swap_ssd", for these layers in hmt.activations.overrides.'
+    )
 
 
 # -- refusals ---------------------------------------------------------------------------------------
