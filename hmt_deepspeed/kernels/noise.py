@@ -46,6 +46,8 @@ __all__ = [
     "normals_reference",
     "normals_triton",
     "step_keys",
+    "step_keys_reference",
+    "step_keys_triton",
     "uniform",
 ]
 
@@ -58,6 +60,7 @@ _GOLDEN, _MIX_64 = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # splitmix64's step, 
 _NUM_STREAMS = 64
 _PAIRS = 1 << 15  # that the torch twin draws at once: its temporaries stay in the cache
 _BLOCK_PAIRS = 1024
+_BLOCK_KEYS = 256
 
 
 class Stream(IntEnum):
@@ -99,18 +102,8 @@ def host_step_key(base: int, step: int, stream: int) -> tuple[int, int]:
     return _signed32(key), _signed32(key >> 32)
 
 
-def step_keys(base: Tensor, step: Tensor | int, stream: int) -> Tensor:
-    """Keys of one step: output ``64 step + stream`` of the splitmix64 that starts at ``base``, with a mixer
-    (degski's) that shifts by whole halves only: seven launches for all names.
-
-    Args:
-        base: (N,), int64: :func:`base_key` of each name.
-        step: number, or 0-dim or (N,) int64 on the device of ``base``.
-        stream: of :class:`Stream`, or any number from 0 to 63.
-
-    Returns:
-        N x 2, int32: low and high half of each key.
-    """
+def step_keys_reference(base: Tensor, step: Tensor | int, stream: int) -> Tensor:
+    """Torch twin of the kernel; see :func:`step_keys`."""
     start = _signed64(stream * _GOLDEN)
     if isinstance(step, Tensor):
         key = torch.add(base, step, alpha=_signed64(_NUM_STREAMS * _GOLDEN)).add_(start)
@@ -230,6 +223,42 @@ def normals_reference(
 
 
 if triton is not None:
+    # Not specialised: a number of the host must not compile a kernel for every step.
+    @triton.jit(do_not_specialize=["count", "base_stride", "step_stride", "step", "stream"])
+    def _step_keys_kernel(  # type: ignore[no-untyped-def]
+        base_ptr, step_ptr, out_ptr, count, base_stride, step_stride, step, stream,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = place < count
+        number = tl.zeros((BLOCK,), tl.int64) + step
+        if step_ptr is not None:
+            number = tl.load(step_ptr + place * step_stride, mask=mask, other=0)
+        key = tl.load(base_ptr + place * base_stride, mask=mask, other=0).to(tl.uint64)
+        key += (number * 64 + stream).to(tl.uint64) * 0x9E3779B97F4A7C15
+        key = (key ^ (key >> 32)) * 0xD6E8FEB86659FD93
+        key = (key ^ (key >> 32)) * 0xD6E8FEB86659FD93
+        tl.store(out_ptr + place, (key ^ (key >> 32)).to(tl.int64), mask=mask)
+
+    @on_its_device
+    def step_keys_triton(base: Tensor, step: Tensor | int, stream: int) -> Tensor:
+        """Triton launcher; see :func:`step_keys`."""
+        keys = torch.empty(len(base), dtype=torch.int64, device=base.device)
+        numbers, number = (step, 0) if isinstance(step, Tensor) else (None, step)
+        step_stride = 0 if numbers is None or numbers.dim() == 0 else numbers.stride(0)
+        if len(base) > 0:
+            _step_keys_kernel[(triton.cdiv(len(base), _BLOCK_KEYS),)](
+                base,
+                numbers,
+                keys,
+                len(base),
+                base.stride(0),
+                step_stride,
+                number,
+                int(stream),
+                BLOCK=_BLOCK_KEYS,
+            )
+        return keys.view(torch.int32).view(-1, 2)  # low first: all our machines are little-endian
 
     @triton.jit
     def noise_bits_jit(index, key_low, key_high):  # type: ignore[no-untyped-def]
@@ -291,6 +320,22 @@ if triton is not None:
             places = (count, first_pair, before, scale)
             _normals_kernel[grid](keys, table, out, *places, BLOCK_PAIRS=_BLOCK_PAIRS)
         return out
+
+
+def step_keys(base: Tensor, step: Tensor | int, stream: int) -> Tensor:
+    """Keys of one step: output ``64 step + stream`` of the splitmix64 that starts at ``base``, with a mixer
+    (degski's) that shifts by whole halves only: one launch for all names.
+
+    Args:
+        base: (N,), int64: :func:`base_key` of each name.
+        step: number, or 0-dim or (N,) int64 on the device of ``base``.
+        stream: of :class:`Stream`, or any number from 0 to 63.
+
+    Returns:
+        N x 2, int32: low and high half of each key.
+    """
+    make = step_keys_triton if base.is_cuda and triton is not None else step_keys_reference
+    return make(base, step, stream)
 
 
 def normals(

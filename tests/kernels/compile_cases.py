@@ -201,6 +201,15 @@ CASES = [
     squares_case("fp32", False, True),
     squares_case("bf16", False, False),
     squares_case("fp16", True, False),
+    *(
+        fixed(
+            f"keys of a step, {of}",
+            noise._step_keys_kernel,
+            f"*i64 {step} *i64 i32 i32 i32 i32 i32",
+            {"BLOCK": noise._BLOCK_KEYS},
+        )
+        for of, step in (("the host's", "none"), ("the device's", "*i64"))
+    ),
     fixed(
         "normals",
         noise._normals_kernel,

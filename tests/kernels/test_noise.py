@@ -148,6 +148,23 @@ def test_refuses(wrong):
         normals(wrong, 2, 2)
 
 
+def check_keys_of_a_step(device="cpu"):
+    names = torch.cat((bases(300), torch.tensor([0, 1, (1 << 63) - 1]))).to(device)
+    every_other = torch.stack((names, names), dim=1)[:, 1]  # with strides
+    for step in (0, 12_345, (1 << 31) + 7, (1 << 57) - 1):
+        expected = [host_step_key(base, step, 63) for base in names.tolist()]
+        on_device = torch.tensor(step, device=device)
+        for given in (step, on_device, on_device.repeat(len(names))):
+            for base in (names, every_other):
+                made = noise.step_keys_triton(base, given, 63)
+                assert made.dtype == torch.int32
+                assert [tuple(halves) for halves in made.tolist()] == expected
+    steps = torch.arange(len(names), device=device)
+    expected = noise.step_keys_reference(names, steps, Stream.PROBES)
+    assert torch.equal(noise.step_keys_triton(names, steps, Stream.PROBES), expected)
+    assert noise.step_keys_triton(names[:0], 1, 0).shape == (0, 2)
+
+
 def check_kernel(device="cpu"):
     for members, rows, columns in SHAPES:
         made = step_keys(bases(members).to(device), torch.tensor(3, device=device), Stream.PROBES)
@@ -158,12 +175,14 @@ def check_kernel(device="cpu"):
             assert torch.equal(drawn.cpu(), expected)
 
 
-def test_kernel():
+@pytest.mark.parametrize("check", ["check_kernel", "check_keys_of_a_step"])
+def test_kernel(check):
     pytest.importorskip("triton")
-    run_interpreted(__file__, "check_kernel")
+    run_interpreted(__file__, check)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernel_on_gpu():
     check_kernel("cuda")
+    check_keys_of_a_step("cuda")
