@@ -134,13 +134,13 @@ if triton is not None:
         _launch(values, out, keys, active, values.shape[1], offset, 0)
 
 
-def stochastic_round(value: Tensor, out: Tensor, key: Key, offset: int = 0) -> None:
+def stochastic_round(value: Tensor, out: Tensor, key: Key | Tensor, offset: int = 0) -> None:
     """Write ``value`` (fp32, contiguous) into ``out`` (bf16, contiguous, same size), rounding stochastically.
 
     Args:
         value: fp32 tensor.
         out: bf16 tensor of as many elements; overwritten.
-        key: 64-bit seed, for instance of a parameter and a step, or its halves.
+        key: 64-bit seed, for instance of a parameter and a step, or its halves; on the device 1 x 2, int32.
         offset: global index of the first element, so that shards of one tensor share one stream.
 
     Raises:
@@ -149,6 +149,9 @@ def stochastic_round(value: Tensor, out: Tensor, key: Key, offset: int = 0) -> N
     _check(value, out)
     if value.numel() != out.numel():
         raise ValueError(f"value has {value.numel()} elements, out has {out.numel()}")
+    if isinstance(key, Tensor):
+        stochastic_rounds(value.view(1, -1), out.view(1, -1), key, offset=offset)
+        return
     if value.is_cuda and triton is not None:
         stochastic_round_triton(value, out, key, offset)
     else:

@@ -183,10 +183,11 @@ class Slot:
             )
         return self.dense
 
-    def step_dense(self, step: int, hyper: Mapping[str, Any]) -> None:
+    def step_dense(self, step: Tensor | int, hyper: Mapping[str, Any]) -> None:
         """AdamW's step of a parameter without a matrix rule.
 
         Args:
+            step: its number, which keys random rounding; 0-dim int64 on the device, or a number.
             hyper: lr, betas, eps, weight_decay.
         """
         weight, gradient = self.writable(), self.param.grad

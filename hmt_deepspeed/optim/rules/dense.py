@@ -4,14 +4,13 @@ and states no fp32 copy is ever whole."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.launching import device_table
-from hmt_deepspeed.kernels.noise import Stream, host_step_key, step_keys
+from hmt_deepspeed.kernels.noise import Stream, step_keys
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round, stochastic_rounds
 from hmt_deepspeed.optim.rules.formulas import adamw_
 from hmt_deepspeed.optim.rules.state import StateTensor
@@ -141,7 +140,7 @@ def dense_adamw_(
     gradient: Tensor | None,
     state: DenseState,
     base: int,
-    number: int,
+    number: Tensor | int,
     *,
     factor: Tensor | None = None,
     taken: Tensor | None = None,
@@ -157,16 +156,22 @@ def dense_adamw_(
         weight: flat, contiguous; fp32, or bf16 that is rounded stochastically.
         gradient: flat, of any float dtype, and scaled in place where it is fp32; None is zero.
         state: of as many elements.
-        base: key of the parameter, see :func:`hmt_deepspeed.kernels.noise.base_key`. number: of the step; both key the rounding.
+        base: key of the parameter, see :func:`hmt_deepspeed.kernels.noise.base_key`. number: of the step, 0-dim int64 on the
+            device or a number; both key the rounding.
         factor: what the gradient is multiplied by, 0-dim; None for nothing.
         taken: 0-dim bool; where it is false nothing changes, whatever the gradient holds. None for true.
         offset: of the first element in the whole parameter, so that shards of one round alike.
     """
     first, second, step = state
-    before, key = step.clone(), partial(host_step_key, base, number)
-    skipped = None if taken is None else (~taken).float()
+    keys = _rounding_keys(weight, state, base, number)
+    active = None if taken is None else taken.float().view(1)
+    skipped = None if active is None else 1.0 - active[0]
     chunk = CHUNK_ELEMENTS[weight.device.type == "cpu"]
-    for begin in range(0, weight.numel(), chunk):
+    begins = range(0, weight.numel(), chunk)
+    before = step.clone() if len(begins) > 1 else step
+    if not begins:
+        step += 1.0 if active is None else active[0]
+    for begin in begins:
         part = weight[begin : begin + chunk]
         end = begin + part.numel()
         if gradient is None:
@@ -176,20 +181,36 @@ def dense_adamw_(
             grad = grad if factor is None else grad.mul_(factor)
         moments = first.read_part(begin, end), second.read_part(begin, end)
         values = part.float()
+        if begin:
+            step.copy_(before)  # every chunk takes the same step
         adamw_(
             [values],
             [grad.contiguous()],
             [moments[0]],
             [moments[1]],
-            [step.copy_(before)],  # every chunk takes the same step
+            [step],
             lr=lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
             skipped=skipped,
         )
-        first.write_part(begin, moments[0], key(Stream.FIRST_STATE), taken)
-        second.write_part(begin, moments[1], key(Stream.SECOND_STATE), taken)
+        first.write_part(begin, moments[0], keys.get(Stream.FIRST_STATE), active)
+        second.write_part(begin, moments[1], keys.get(Stream.SECOND_STATE), active)
         if part.dtype == torch.bfloat16:
-            stochastic_round(values, part, key(Stream.WEIGHT_ROUNDING), offset + begin)
-    step.copy_(before + (1 if taken is None else taken))
+            stochastic_round(values, part, keys[Stream.WEIGHT_ROUNDING], offset + begin)
+
+
+def _rounding_keys(
+    weight: Tensor, state: DenseState, base: int, number: Tensor | int
+) -> dict[Stream, Tensor]:
+    """Of what rounds, 1 x 2 int32 each."""
+    rounding = {
+        Stream.FIRST_STATE: state[0].dtype != "fp32",
+        Stream.SECOND_STATE: state[1].dtype != "fp32",
+        Stream.WEIGHT_ROUNDING: weight.dtype == torch.bfloat16,
+    }
+    bases = device_table((base,), weight.device)
+    return {
+        stream: step_keys(bases, number, stream) for stream, rounds in rounding.items() if rounds
+    }

@@ -122,22 +122,20 @@ class StateTensor:
         return decode_state(data, scales, self.signed, (end - begin,))
 
     def write_part(
-        self, begin: int, value: Tensor, key: Key | None, taken: Tensor | None = None
+        self, begin: int, value: Tensor, key: Tensor | None, active: Tensor | None = None
     ) -> None:
         """Store a range in place; what :meth:`read_part` of fp32 gave is there already. Rounds as :meth:`write`
         of the whole would.
 
         Args:
-            taken: 0-dim bool; where it is false, and the values are those that were read, nothing changes.
+            value: flat. key: 1 x 2, int32; None rounds to nearest.
+            active: (1,) fp32; where it is 0, and the values are those that were read, nothing changes.
         """
         data = self.data.view(-1)[begin : begin + value.numel()]
         if self.scales is not None:
-            codes, scales = encode_state(value, self.signed, key, begin)
-            old = self.scales[begin // BLOCK :][: len(scales)]
-            if taken is not None:  # once more encoded they might be others
-                codes, scales = torch.where(taken, codes, data), torch.where(taken, scales, old)
-            data.copy_(codes)
-            old.copy_(scales)
+            scales = self.scales[begin // BLOCK : -(-(begin + value.numel()) // BLOCK)]
+            stored = data.view(1, -1), scales.view(1, -1)
+            encode_states(value.view(1, -1), self.signed, key, *stored, active, begin)
         elif self.dtype == "bf16" and key is not None:
             stochastic_round(value, data, key, begin)
         elif value.data_ptr() != data.data_ptr():

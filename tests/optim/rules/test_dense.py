@@ -119,6 +119,26 @@ def test_a_step_that_is_taken_is_the_same_by_decision_of_the_device(states: str)
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+def test_a_number_on_the_device_rounds_as_one_of_the_host(states: str) -> None:
+    found = []
+    for kind in (int, torch.tensor):
+        weight, state = randn(0).bfloat16(), new_dense_state((NUMEL,), states, NUMEL, CPU)
+        for step in range(3):
+            dense_adamw_(weight, randn(1 + step), state, base_key(0, "w"), kind(step), **HYPER)
+        found.append([weight, *state[0].tensors(), *state[1].tensors()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_shard_without_elements_counts_its_steps() -> None:
+    weight, state = torch.zeros(0), new_dense_state((0,), "fp32", 8, CPU)
+    for taken in (True, False, True):
+        how = {"factor": torch.tensor(1.0), "taken": torch.tensor(taken), **HYPER}
+        dense_adamw_(weight, None, state, *keys(0), **how)
+    assert state[2] == 2
+
+
 @pytest.mark.parametrize("skips", [False, True])
 def test_small_parameters_step_together_as_alone(skips: bool) -> None:
     """Gradients of several dtypes, and none; copies of weights in 16 bits, and weights that are rounded. A step that
