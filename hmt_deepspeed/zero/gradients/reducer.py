@@ -217,9 +217,9 @@ class GradientReducer:
         return self._repeats and self._any_rank(late)
 
     def _any_rank(self, own: bool) -> bool:
-        answer = torch.tensor(float(own), device=self.gradients[0].param.device)
+        answer = torch.full((), float(own), device=self.gradients[0].param.device)
         self.collectives.all_reduce(answer, ReduceOp.MAX)
-        return bool(answer)  # waits for the device
+        return bool(answer > 0)  # waits for the device
 
     def free_pool(self) -> None:
         """Free the buffers that wait for the next reduction, which makes new ones."""

@@ -52,7 +52,7 @@ class LowRankChange:
         projections: P of each. rank, scale: B x 2 fp32, factor on the first r columns and on the others; where it is
             zero a weight stays as it is.
         beside: rows of whole gradients, or None; their transpose where ``transposed``.
-        keys: of stochastic rounding, B x 2 int32, where there is any. host_key: that of a weight alone.
+        keys: of stochastic rounding, B x 2 int32, where there is any. host_key: that of a weight in host memory.
     """
 
     update: Tensor

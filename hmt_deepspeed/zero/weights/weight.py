@@ -216,19 +216,24 @@ class Weight:
         return SmallParameter(self.master, gradient, state, copy)
 
     def step_dense(
-        self, gradient: Tensor | None, state: DenseState, base: int, number: int, **hyper: Any
+        self,
+        gradient: Tensor | None,
+        state: DenseState,
+        base: int,
+        number: Tensor | int,
+        **hyper: Any,
     ) -> None:
         """AdamW on the shard; see :func:`hmt_deepspeed.optim.rules.dense.dense_adamw_`.
 
         Args:
             gradient: flat, of the shard; None counts as zero. state: the shard's moments and count of steps.
-            base: key of the parameter. number: of the step.
+            base: key of the parameter. number: of the step, on the device or not.
             hyper: lr, betas, eps, weight_decay, factor, taken.
         """
         hyper["offset"] = self.shards.flat(self.rank)[0]
         if self.master is not None:
             dense_adamw_(self.master, gradient, state, base, number, **hyper)
-            self._write(self.master, (0, 0))  # rounds to nearest
+            self._write(self.master, None)  # rounds to nearest
             return
         with self.shard() as shard:
             values = shard.to(self.device)  # the shard itself, but for one that is offloaded
@@ -293,7 +298,7 @@ class Weight:
             own = self.shards.rows_to_shard(change.whole(), self.rank)
             taken = (change.scale[0, 0] != 0).float()
             apply_whole_(values, own, change.lr, change.weight_decay, taken)
-        self._write(values, change.host_key)
+        self._write(values, change.keys)
 
     def _step_experts_alone(self, change: LowRankChange) -> None:
         """Of experts, of a shard on the host or one that begins or ends inside a row, which is made whole for it."""
@@ -318,19 +323,20 @@ class Weight:
             return
         change.apply([w.param.detach().view(shards.m, shards.n) for w in weights])
 
-    def _write(self, values: Tensor, key: Key) -> None:
+    def _write(self, values: Tensor, key: Key | Tensor | None) -> None:
+        """Give the shard the values; without a master rounded by ``key``."""
         if self._master_is_shard():
             return
         with self.shard(overwrite=True) as shard:
             if self.master is not None:
                 # torch would convert on the host, and move more bytes
                 shard.copy_(values.to(shard.dtype) if self._offloaded else values)
-            elif self._offloaded:
-                rounded = torch.empty_like(shard, device=self.device)
-                stochastic_round(values, rounded, key, self.shards.flat(self.rank)[0])
+                return
+            assert key is not None
+            rounded = torch.empty_like(shard, device=self.device) if self._offloaded else shard
+            stochastic_round(values, rounded, key, self.shards.flat(self.rank)[0])
+            if self._offloaded:
                 shard.copy_(rounded)
-            else:
-                stochastic_round(values, shard, key, self.shards.flat(self.rank)[0])
 
 
 def move_parameter(param: Any, place: Callable[[Tensor], Tensor]) -> None:
