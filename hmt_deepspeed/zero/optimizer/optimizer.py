@@ -96,7 +96,9 @@ class HMTZeroOptimizer(OptimizerInterface):
         self.dp_process_group = group
         self.collectives = Collectives(group, settings.overlap)
         self.parameter_offload = parameter_offload
-        self.partitions = Partitions(parameter_offload, model, self.collectives.world)
+        self.partitions = Partitions(
+            parameter_offload, model, group, settings.overlap, settings.gather_elements
+        )
         self.communication_bytes = 0
         self.round_robin_bit16_groups = [
             [p for p in g["params"] if is_optimized_parameter(p)] for g in optimizer.param_groups

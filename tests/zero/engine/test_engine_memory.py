@@ -56,8 +56,10 @@ def test_offload_param_changes_nothing(ranks: Ranks, variant: str) -> None:
 
 
 def partitioned_from_the_start(how: str) -> dict[str, Any]:
-    threshold = {"none": 0, "some": 100, "all": 10**6, "zero.Init": 100}[how]
+    threshold = {"none": 0, "some": 100, "all": 10**6, "in buckets": 10**6, "zero.Init": 100}[how]
     zero = {"stage3_param_persistence_threshold": threshold}
+    if how == "in buckets":  # of two norms, or of less than a matrix
+        zero["allgather_bucket_size"] = 2 * 64
     config = ds_config(3, zero_optimization=zero)
     if how == "zero.Init":
         with deepspeed.zero.Init(config_dict_or_path=config):
@@ -82,11 +84,11 @@ def partitioned_from_the_start(how: str) -> dict[str, Any]:
 def test_stage_3_parameters_persistent_or_not(ranks: Ranks) -> None:
     found = {
         how: ranks.run(partitioned_from_the_start, 2, how)[0]
-        for how in ("none", "some", "all", "zero.Init")
+        for how in ("none", "some", "all", "in buckets", "zero.Init")
     }
     counts = {how: run["persistent"] for how, run in found.items()}
     assert counts["none"] == 0 < counts["some"] < counts["all"]
-    for how in ("some", "all", "zero.Init"):
+    for how in ("some", "all", "in buckets", "zero.Init"):
         assert_same(found["none"], found[how])
 
 
