@@ -27,7 +27,7 @@ HIDDEN = 1024
 TABLE = """
 subject ranks mode              launches    a_layer    refresh      first      waits at_refresh   at_first  deepspeed   unpinned
 bare    1     default                193          0        973       1842          0         12         16          0          0
-bare    1     right                  193          0        325       1793          0          2         15          0          0
+bare    1     right                  181          0        308       1698          0          2         15          0          0
 bare    1     left                   192          0        324       1793          0          2         15          0          0
 bare    1     auto                   177          0        309       1776          0          2         15          0          0
 bare    1     two_sided              328          3        484       2110          0          2         15          0          0
@@ -38,11 +38,11 @@ bare    1     factored               250          0        380       1898       
 bare    1     apollo                 214          0        214        280          0          0          0          0          0
 bare    1     apollo_mini            229          0        229        295          0          0          0          0          0
 bare    1     adamw                   19          3         19        106          0          0          0          0          0
-bare    1     int8_states            266          0        404       1903          0          2         15          0          0
+bare    1     int8_states            208          0        342       1776          0          2         15          0          0
 bare    1     int8_factored          302          0        436       1984          0          2         15          0          0
 bare    1     bf16_states            252          0        387       1851          0          2         15          0          0
 bare    1     int8_weights           214          0        346       1802          0          2         15          0          0
-bare    1     no_masters             234          0        366       1816          0          2         15          0          0
+bare    1     no_masters             194          0        321       1706          0          2         15          0          0
 bare    1     share_basis            192          0        398        493          0          2          0          0          0
 bare    1     module_rules           305          0        437       1701          0          2         13          0          0
 mixture-8   1     right                  191          0        323       1755          0          2         16          0          0
@@ -68,7 +68,7 @@ zero2   1     fpdt                   245          0        375       1806       
 zero2   1     offload                259         14        390       1824          2          3         16          2          0
 zero2   1     offload_adamw           21          0         21         21          2          2          2          2          0
 zero3   4     default                247          2        341       1086          1          5         10          3          1
-zero3   4     right                  247          2        313       1038          1          3          8          3          1
+zero3   4     right                  244          0        310       1021          1          3          8          2          1
 zero3   4     left                   256          9        320       1016          1          3          8          3          1
 zero3   4     auto                   248          3        314       1034          1          3          8          3          1
 zero3   4     two_sided              385          5        464       1238          1          3          8          3          1
