@@ -67,8 +67,8 @@ zero2   1     activations            245          0        375       1806       
 zero2   1     fpdt                   245          0        375       1806          0          2         21          2          0
 zero2   1     offload                259         14        390       1824          2          3         16          2          0
 zero2   1     offload_adamw           21          0         21         21          2          2          2          2          0
-zero3   4     default                247          2        341       1086          1          5         10          3          1
-zero3   4     right                  244          0        310       1021          1          3          8          2          1
+zero3   4     default                234          0        323        999          0          4          9          2          0
+zero3   4     right                  232          0        293        939          0          2          7          2          0
 zero3   4     left                   256          9        320       1016          1          3          8          3          1
 zero3   4     auto                   248          3        314       1034          1          3          8          3          1
 zero3   4     two_sided              385          5        464       1238          1          3          8          3          1
@@ -78,11 +78,11 @@ zero3   4     random                 282          2        335        311       
 zero3   4     factored               304          2        369       1143          1          3          8          3          1
 zero3   4     apollo                 264          6        264        290          1          1          2          3          1
 zero3   4     apollo_mini            279          6        279        306          1          1          2          3          1
-zero3   4     adamw                   46          7         46         50          1          1          2          3          1
-zero3   4     int8_states            343          2        402       1154          1          3          8          3          1
+zero3   4     adamw                   45          5         45         50          0          0          1          2          0
+zero3   4     int8_states            274          0        336       1023          0          2          7          2          0
 zero3   4     int8_factored          379          2        434       1235          1          3          8          3          1
 zero3   4     bf16_states            321          2        384       1106          1          3          8          3          1
-zero3   4     no_masters             303          2        363       1089          1          3          8          3          1
+zero3   4     no_masters             260          0        315        976          0          2          7          2          0
 zero3   4     share_basis            247          2        459        516          1          4          2          3          1
 zero3   4     module_rules           397          3        531       1050          1          4          7          3          1
 zero3   4     basis_cache            293         23        359       1123          1          3          9          3          1
