@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -140,10 +141,16 @@ def _serve() -> None:
     from operators import load
     from training import tiny_llama
 
-    import hmt_deepspeed.zero.engine.engine
-    import hmt_deepspeed.zero.registration  # noqa: F401
+    import hmt_deepspeed
+    from hmt_deepspeed.kernels.noise import normal_quantiles
 
-    importlib.import_module("deepspeed.module_inject.auto_ep_config")  # in every engine
+    # An engine imports what it needs when it needs it: a tenth of a second on every rank.
+    for module in pkgutil.walk_packages(hmt_deepspeed.__path__, "hmt_deepspeed."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for name in ("auto_ep_config", "auto_ep_layer"):  # in every engine
+        importlib.import_module(f"deepspeed.module_inject.{name}")
+    normal_quantiles(torch.device("cpu"))
     load()  # half a second each, in every case; they start no thread before a step
     tiny_llama()  # what the first model of a process is late with
     assert torch.get_num_threads() == 1  # a pool of threads would not survive the fork
