@@ -36,6 +36,20 @@ def _server():
     )
 
 
+def _patch_once():
+    """Triton patches its language at every call of a device function, a fifth of the interpreter's time. Here nobody
+    else uses the language, which may stay patched."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    from hmt_deepspeed.kernels.noise import noise_bits_jit
+
+    if hasattr(interpreter, "_LangPatchScope"):  # what a patch is undone by
+        for function in (noise_bits_jit, language.zeros):  # Triton's own see its core alone
+            interpreter._patch_lang(function.fn)
+        interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+
+
 def _serve():
     """A fork for every check: what one patches, no other sees."""
     for line in sys.stdin:
@@ -96,4 +110,5 @@ if __name__ == "__main__":
 
     from hmt_deepspeed.kernels import chunks, token_blocks  # noqa: F401
 
+    _patch_once()
     _serve()
