@@ -16,15 +16,8 @@ from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.backward.int8_linear import update_together_
 from hmt_deepspeed.optim.rules.dense import SmallParameter, dense_adamw_together_
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
-from hmt_deepspeed.optim.rules.stack import (
-    MOST_ALIVE,
-    Change,
-    Gradients,
-    Stack,
-    Stacks,
-    alike,
-    stacked,
-)
+from hmt_deepspeed.optim.rules.side_by_side import alike, joined, stacked
+from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Change, Gradients, Stack, Stacks
 from hmt_deepspeed.optim.slot import Slot
 
 __all__ = ["StackedStep"]
@@ -43,18 +36,6 @@ class StackedStep:
         for stack in self._stacks.of(list(by_matrix), kinds):
             yield stack, [by_matrix[matrix] for matrix in stack.members]
 
-    def _groups(self, slots: Sequence[Slot]) -> Iterator[tuple[Stack, list[Slot]]]:
-        """Matrices whose updates are alive at once, with their slots, where there is a gradient."""
-        for stack, members in self._together(slots):
-            begin, has_room = 0, all(slot.has_room for slot in members)
-            for group in stack.groups(MOST_ALIVE, has_room):
-                own = members[begin : begin + len(group.members)]
-                begin += len(own)
-                if any(slot.has_gradient for slot in own):
-                    yield group, own
-            for place in range(len(members)):
-                stack.free(MOST_ALIVE, place)
-
     def make_room(self, slots: Sequence[Slot]) -> None:
         """Let the coming backwards leave their products side by side."""
         for stack, members in self._together(slots):
@@ -67,10 +48,10 @@ class StackedStep:
         """Squared norms of the gradients that are there, estimated when projected; of the matrices (B,), of others
         0-dim; fp32."""
         found = []
-        for stack, members in self._groups(slots):
-            gradients, factor = _gradients(stack, members)
-            sums = stack.measure(stack.parts(MOST_ALIVE), gradients, slice(None))
-            found.append(torch.where(factor != 0, stack.square_norms(sums), 0.0))
+        for stack, members in self._together(slots):
+            if given := _Given.of(stack, members):
+                norms = stack.square_norms(given.measure())
+                found.append(torch.where(given.factor != 0, norms, 0.0))
         for slot in slots:
             if slot.matrix is None and slot.param.grad is not None:
                 norm = torch.linalg.vector_norm(slot.param.grad, dtype=torch.float32)
@@ -84,26 +65,31 @@ class StackedStep:
         Args:
             step: number of the step. clipped: what clipping has multiplied the gradients by.
         """
-        for stack, members in self._groups(slots):
-            parts, (gradients, factor) = stack.parts(MOST_ALIVE), _gradients(stack, members)
+        for stack, members in self._together(slots):
+            given = _Given.of(stack, members)
+            if given is None:
+                continue
             for slot, matrix in zip(members, stack.members, strict=True):
                 matrix.moments.steps += slot.has_gradient
                 if slot.linear is not None:
                     slot.linear.take()
+            seen = given.measure()
             clip = clipped.to(stack.device) if isinstance(clipped, Tensor) else clipped
-            seen = stack.measure(parts, gradients, slice(None))
-            factor = stack.taken(factor, seen)
             stack.observe(seen, clip)
             hyper, number = self._hyper(members[0]), self._numbers.step(step, stack.device)
-            updates, sums = stack.advance(
-                parts, gradients, factor, betas=hyper["betas"], eps=hyper["eps"], step=number
-            )
-            del gradients
-            changes = stack.finish(parts, updates, sums, factor)
-            del updates
-            for (begin, end), change in zip(stack.pieces(MOST_ALIVE), changes, strict=True):
-                self._apply(stack.part(begin, end), members[begin:end], change, hyper, step)
-            del changes, change
+            factor = stack.taken(given.factor, seen)
+            stack.start(factor, betas=hyper["betas"], eps=hyper["eps"], step=number)
+            for begin, end in given.groups:
+                group, own = stack.part(begin, end), members[begin:end]
+                parts = group.parts(MOST_ALIVE)
+                updates, sums = group.advance(parts, given.by_parts(begin, end, used_up=True))
+                changes = group.finish(parts, updates, sums)
+                del updates
+                for (first, last), change in zip(group.pieces(MOST_ALIVE), changes, strict=True):
+                    self._apply(group.part(first, last), own[first:last], change, hyper, step)
+                    group.free(MOST_ALIVE, first)
+                del changes, change
+            stack.end()
         self._take_dense([s for s in slots if s.matrix is None and s.param.grad is not None], step)
 
     def _apply(
@@ -170,21 +156,49 @@ class StackedStep:
                 slot.write_back(small.weight if small.copy is None else small.copy)
 
 
-def _gradients(stack: Stack, members: Sequence[Slot]) -> tuple[list[Gradients], Tensor]:
-    """The gradients of each part of a stack, fp32 where they lie side by side, and 1 for each matrix that has one, 0 for
-    the others."""
-    reduced = [slot.reduced() for slot in members]
-    given = [gradient for gradient in reduced if gradient is not None]
-    if len(given) == len(reduced):
-        factor = torch.ones(len(stack.base_keys), device=stack.device)
-    else:
-        there = stack.of_each([float(gradient is not None) for gradient in reduced])
-        factor = upload(there, torch.float32, stack.device)
-        zeros = torch.zeros_like(given[0])
-        given = [zeros if gradient is None else gradient for gradient in reduced]
-    if stack.reads_whole_rows:
-        return list(stack.by_parts(alike(given), MOST_ALIVE)), factor
-    # whole ones are the user's, and are used up
-    joined = torch.stack if stack.first.takes_whole else stacked
-    parts = [joined(own).flatten(0, -3).float() for own in stack.by_parts(given, MOST_ALIVE)]
-    return [part.contiguous() for part in parts], factor
+class _Given:
+    """Gradients of the members of a stack, at least one of which has one.
+
+    Attributes:
+        factor: 1 for each matrix that has one, 0 for the others, whose gradients count as zeros.
+        groups: see :meth:`Stack.groups`.
+    """
+
+    def __init__(self, stack: Stack, members: Sequence[Slot], reduced: list[Tensor | None]) -> None:
+        self._stack = stack
+        self.groups = stack.groups(MOST_ALIVE, all(slot.has_room for slot in members))
+        there = [gradient for gradient in reduced if gradient is not None]
+        if len(there) == len(reduced):
+            self.factor, self._each = torch.ones(stack.size, device=stack.device), there
+            return
+        known = stack.of_each([float(gradient is not None) for gradient in reduced])
+        self.factor = upload(known, torch.float32, stack.device)
+        zeros = torch.zeros_like(there[0])
+        self._each = [zeros if gradient is None else gradient for gradient in reduced]
+
+    @classmethod
+    def of(cls, stack: Stack, members: Sequence[Slot]) -> _Given | None:
+        """None where no member has a gradient."""
+        if not any(slot.has_gradient for slot in members):
+            return None
+        return cls(stack, members, [slot.reduced() for slot in members])
+
+    def measure(self) -> Tensor:
+        """See :meth:`Stack.measure`; by groups where a gradient has to be copied beside others."""
+        stack = self._stack
+        ranges = [(0, len(self._each))] if stack.reads_whole_rows else self.groups
+        groups = [(stack.part(*of), self.by_parts(*of)) for of in ranges]
+        found = [g.measure(g.parts(MOST_ALIVE), own, slice(None)) for g, own in groups]
+        return joined(found)
+
+    def by_parts(self, begin: int, end: int, used_up: bool = False) -> list[Gradients]:
+        """Of each part of a group, fp32 where they lie side by side; ``used_up``: for the last time."""
+        group, given = self._stack.part(begin, end), self._each[begin:end]
+        if used_up:
+            self._each[begin:end] = [self.factor] * len(given)
+        if group.reads_whole_rows:
+            return list(group.by_parts(alike(given), MOST_ALIVE))
+        # whole ones are the user's, and are used up
+        beside = torch.stack if group.first.takes_whole else stacked
+        parts = [beside(own).flatten(0, -3).float() for own in group.by_parts(given, MOST_ALIVE)]
+        return [part.contiguous() for part in parts]

@@ -13,6 +13,7 @@ from hmt_deepspeed.kernels import (
     factored_moment_update,
     fp8_activation,
     grouped_product,
+    growth_limit,
     int8_activation,
     int8_low_rank_update,
     int8_moment_update,
@@ -209,6 +210,12 @@ CASES = [
             {"BLOCK": noise._BLOCK_KEYS},
         )
         for of, step in (("the host's", "none"), ("the device's", "*i64"))
+    ),
+    fixed(
+        "limit of growth",
+        growth_limit._limit_growth_kernel,
+        "*fp32 *fp32 *fp32 *fp32 i32",
+        {"GROWTH": 1.01, "TINY": 1e-30, "BLOCK": growth_limit._BLOCK},
     ),
     fixed(
         "normals",

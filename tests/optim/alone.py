@@ -43,14 +43,13 @@ class Alone:
         moments = self.matrix.moments
         moments.steps += 1
         given = self._given(gradient.clone())
-        step = {**self.hyper, "step": moments.steps, "counted": counted}
-        (update,), sums = self.stack.advance([self.stack], [given], self.factor, **step)
+        self.stack.start(self.factor, **self.hyper, step=torch.tensor(moments.steps))
+        (update,), sums = self.stack.advance([self.stack], [given], counted)
         return update[0], sums[0]
 
     def finish(self, update: Tensor, sums: Tensor) -> Tensor:
         """The update with its scale applied, rows x width."""
-        given = [update.unsqueeze(0)], sums.unsqueeze(0), self.factor
-        (change,) = self.stack.finish([self.stack], *given)
+        (change,) = self.stack.finish([self.stack], [update.unsqueeze(0)], sums.unsqueeze(0))
         if change.beside is not None:
             return change.whole(0, self.stack.update_columns(change)[0])
         inside, outside = change.scale[0]

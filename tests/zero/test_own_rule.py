@@ -91,37 +91,27 @@ class Momentum(KeptStates):
 class ToyStack(ProjectedStack):
     """``W <- (1 - lr wd) W - lr M / sqrt(tr M^T M) Q^T`` of matrices alike."""
 
-    def once(
-        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
-    ) -> dict[str, Tensor]:
+    def once(self, step: Tensor) -> dict[str, Tensor]:
         return {"keys": self.keys(step, Stream.FIRST_STATE)}
 
-    def advance_part(
-        self,
-        gradient: Tensor,
-        factor: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        counted: slice,
-    ) -> tuple[Tensor, Tensor]:
-        each, state = factor.view(-1, 1, 1), self.state("momentum")
+    def advance_part(self, gradient: Tensor, counted: slice) -> tuple[Tensor, Tensor]:
+        each, state = self.factor.view(-1, 1, 1), self.state("momentum")
         inside = torch.where(each != 0, gradient[..., : self.rank] * each, 0.0)
         momentum = state.read()
-        momentum.lerp_(inside, (each != 0) * (1 - betas[0]))
+        momentum.lerp_(inside, (each != 0) * (1 - self.betas[0]))
         if momentum is not state.data:
-            state.write_many(momentum, self.shared["keys"], factor)
+            state.write_many(momentum, self.shared("keys"), self.factor)
         update = torch.zeros_like(gradient, dtype=torch.float32)
         update[..., : self.rank] = momentum
         held = momentum[:, counted]
         return update, (held.transpose(1, 2) @ held).flatten(1)
 
     def finish(
-        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor, factor: Tensor
+        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor
     ) -> list[Change]:
         gram = self.named(sums, early=False)["gram"].unflatten(1, (self.rank, self.rank))
         trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
-        scale = (factor != 0) * self.first.scale / trace.sqrt().clamp_min(1e-12)
+        scale = (self.factor != 0) * self.first.scale / trace.sqrt().clamp_min(1e-12)
         both = torch.stack((scale, scale), dim=1).split([part.size for part in parts])
         return [Change(update, own) for update, own in zip(updates, both, strict=True)]
 

@@ -16,15 +16,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.growth_limit import limit_growth_
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.kernels.noise import Stream, normals
 from hmt_deepspeed.kernels.row_squares import row_squares
 from hmt_deepspeed.optim.rules.adam import count_, direct_, rounding_keys
-from hmt_deepspeed.optim.rules.formulas import growth_factor
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Moments
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, joined
+from hmt_deepspeed.optim.rules.side_by_side import joined
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack
 
 __all__ = ["ApolloMatrix", "ApolloMiniMatrix", "ApolloStack"]
 
@@ -57,7 +58,7 @@ class ApolloStack(Stack):
     def projections(self) -> list[Tensor]:
         """Of the auxiliary space in a step, fp32: entries N(0, 1/rank)."""
         scale = self.rank**-0.5
-        return self.by_member(normals(self.shared["space"], self.shape[1], self.rank, scale=scale))
+        return self.by_member(normals(self.shared("space"), self.shape[1], self.rank, scale=scale))
 
     def measure(
         self, parts: Sequence[Stack], gradients: Sequence[Gradients], counted: slice
@@ -75,28 +76,18 @@ class ApolloStack(Stack):
     ) -> None:
         """Nothing is smoothed."""
 
-    def once(
-        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
-    ) -> dict[str, Tensor]:
+    def once(self, step: Tensor) -> dict[str, Tensor]:
         """Evidence; keys of rounding and of the auxiliary space for the parts."""
-        count_(self, factor, betas)
+        taken = count_(self)
         keys = self.keys(self.draws(), Stream.AUXILIARY_SPACE)
-        return {**rounding_keys(self, step), "space": keys}
+        return {**rounding_keys(self, step), "taken": taken, "space": keys}
 
-    def advance_part(
-        self,
-        gradient: Gradients,
-        factor: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        counted: slice,
-    ) -> tuple[Tensor, Tensor]:
+    def advance_part(self, gradient: Gradients, counted: slice) -> tuple[Tensor, Tensor]:
         """An update without columns, and of each row ``||R~_j||, ||R_j||`` without the factor and ``||G_j||^2``."""
         assert isinstance(gradient, list)
         directions, squares = project_together(gradient, self.projections())
         seen = directions.norm(dim=2)
-        direct_(self, directions, factor, betas, eps, self.shared)
+        direct_(self, directions, self.factor)
         terms = torch.stack((directions.norm(dim=2), seen, squares), dim=2)
         return directions.new_empty((*terms.shape[:2], 0)), terms
 
@@ -104,38 +95,32 @@ class ApolloStack(Stack):
         self,
         parts: Sequence[Stack],
         gradients: Sequence[Gradients],
-        factor: Tensor,
-        *,
         counted: slice = slice(None),
-        **how: Any,
     ) -> tuple[list[Tensor], Tensor]:
         """Sums over rows: ``||R~_j||^2, ||R_j||^2, ||s_j G_j||^2``."""
-        updates, terms = super().advance(parts, gradients, factor, counted=counted, **how)
-        each = factor.abs().unsqueeze(1)
+        updates, terms = super().advance(parts, gradients, counted)
+        each = self.factor.abs().unsqueeze(1)
         moved, seen, squares = terms.unbind(dim=2)
         seen = torch.where(each != 0, seen * each, 0.0)
         squares = torch.where(each != 0, squares * each.square(), 0.0)
         ratio = torch.ones_like(seen) if self.first.per_tensor else moved / (seen + _EPS)
         rows = [one for gradient in gradients for one in gradient]
-        self._rows = ScaledRows(rows, ratio).times(factor)
+        self._rows = ScaledRows(rows, ratio).times(self.factor)
         sums = torch.stack((moved.square(), seen.square(), squares * ratio.square()), dim=2)
         return updates, sums[:, counted].sum(dim=1)
 
     def finish(
-        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor, factor: Tensor
+        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor
     ) -> list[Change]:
         """The scale of a tensor, the norm-growth limiter on the whole update, and ``sqrt(scale)``."""
         moved, seen, square = sums.unbind(dim=1)
-        norm, scale = square.sqrt(), torch.full_like(factor, self.first.scale**0.5)
+        norm, scale = square.sqrt(), self.shared("taken") * self.first.scale**0.5
         if self.first.per_tensor:
             ratio = moved.sqrt() / (seen.sqrt() + _EPS)
             scale, norm = scale * ratio, norm * ratio
         # As published, the norm is that of the step before Adam's bias correction.
         correction = self["evidence"][:, 0].sqrt() / self["first_evidence"]
-        uncorrected, before = norm / correction, self["limited_norm"]
-        limit = growth_factor(uncorrected, before)
-        before.copy_(torch.where(factor != 0, uncorrected * limit, before))
-        scale = torch.where(factor != 0, scale * limit, 0.0)
+        scale = scale * limit_growth_(norm / correction, self["limited_norm"], self.factor)
         rows, self._rows = self._rows, None
         assert rows is not None
         change = Change(joined(updates), torch.stack((scale, scale), dim=1), rows.times(scale))

@@ -26,7 +26,8 @@ from hmt_deepspeed.optim.rules.moments import (
     Moments,
     PreviousMoments,
 )
-from hmt_deepspeed.optim.rules.stack import Gradients, Stack, joined
+from hmt_deepspeed.optim.rules.side_by_side import joined
+from hmt_deepspeed.optim.rules.stack import Gradients, Stack
 from hmt_deepspeed.optim.rules.state import StateTensor, restored_state
 
 __all__ = ["FactoredMatrix", "FactoredMoments", "FactoredStack"]
@@ -131,33 +132,29 @@ class FactoredStack(LowRankStack):
         self._column_squares = columns / self.shape[0]
         super().observe(sums, scale, taken)
 
-    def once(
-        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
-    ) -> dict[str, Tensor]:
+    def once(self, step: Tensor) -> dict[str, Tensor]:
         """As of every low-rank rule; the second moment's columns, and their roots for the parts."""
-        shared, each = super().once(factor, betas, eps, step), factor.unsqueeze(1)
+        shared, each = super().once(step), self.factor.unsqueeze(1)
         squares = torch.where(each != 0, self._column_squares * each.square(), 0.0)
-        share = (factor != 0).float().unsqueeze(1) * (1 - betas[1])
+        share = shared["taken"].unsqueeze(1) * (1 - self.betas[1])
         columns, total = self[f"{COLUMN_MEANS}.data"].squeeze(1), self[f"{MEAN}.data"]
         columns.lerp_(squares, share)
         total.lerp_(squares.mean(dim=1), share.squeeze(1))
         roots = (columns / self["evidence"]).div_(total.clamp_min(_TINY).unsqueeze(1)).sqrt_()
         return {**shared, "roots": roots}
 
-    def direct(
-        self, gradient: Tensor, factor: Tensor, betas: tuple[float, float], eps: float
-    ) -> Tensor:
-        keys = partial(self.shared.__getitem__, "exp_avg")
+    def direct(self, gradient: Tensor, factor: Tensor) -> Tensor:
+        keys = partial(self.shared, "exp_avg")
         return factored_moment_update_(
             gradient,
             self.state("exp_avg").stored(gradient.shape[1], keys),
             self[f"{ROW_MEANS}.data"].squeeze(2),
-            self.shared["roots"],
+            self.shared("roots"),
             self["first_evidence"],
-            *betas,
-            eps,
+            *self.betas,
+            self.eps,
             factor=factor,
-            residual_scale=self.shared["residual_scale"],
+            residual_scale=self.shared("residual_scale"),
         )
 
 

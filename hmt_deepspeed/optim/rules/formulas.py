@@ -17,11 +17,9 @@ __all__ = [
     "clipped_images",
     "estimated_square_norm",
     "full_residual",
-    "growth_factor",
     "square_norms",
 ]
 
-GROWTH_LIMIT = 1.01  # Fira's and APOLLO's published value
 TINY = 1e-30  # a norm below it is none; what is divided by it stays finite
 
 
@@ -107,16 +105,6 @@ def full_residual(
     missed = (squares - 2 * seen + (turned * projected).sum(dim=2)).clamp_min(0)
     phi = direction.norm(dim=2) / torch.maximum(seen, 0.01 * missed).sqrt().clamp_min(TINY)
     return phi, phi.square() * missed
-
-
-def growth_factor(norm: Tensor, previous: Tensor) -> Tensor:
-    """Factor <= 1 that keeps a norm from growing by more than GROWTH_LIMIT per step (Fira, section 4.2).
-
-    ``previous`` of zero means that there was no step before: nothing is limited. 0-dim or vector, fp32.
-    """
-    allowed = GROWTH_LIMIT * previous
-    factor = (allowed / norm.clamp_min(TINY)).clamp(max=1.0)
-    return torch.where(previous > 0, factor, torch.ones_like(factor))
 
 
 def estimated_square_norm(

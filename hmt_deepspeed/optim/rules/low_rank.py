@@ -11,16 +11,16 @@ residual is estimated from random probe columns (``probe``), exact (``full``, Fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.growth_limit import limit_growth_
 from hmt_deepspeed.kernels.launching import upload
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.optim.rules.adam import count_, direct_, rounding_keys
-from hmt_deepspeed.optim.rules.formulas import clipped_images, full_residual, growth_factor
+from hmt_deepspeed.optim.rules.formulas import clipped_images, full_residual
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.rules.projected_stack import ProjectedStack
@@ -42,69 +42,50 @@ class LowRankStack(ProjectedStack):
         self._kept: tuple[ScaledRows, Tensor] | None = None
         self._known: tuple[tuple[float, ...], Tensor] | None = None
 
-    def advance_part(
-        self,
-        gradient: Gradients,
-        factor: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        counted: slice,
-    ) -> tuple[Tensor, Tensor]:
+    def advance_part(self, gradient: Gradients, counted: slice) -> tuple[Tensor, Tensor]:
         """``[U | R]`` for ``[A | S]``, ``U`` for whole rows; and squared norms of rows of the residual, which
         :meth:`advance` sums."""
         if isinstance(gradient, list):
-            return self._advance_whole(gradient, factor, (betas, eps), counted)
+            return self._advance_whole(gradient, counted)
         gradient = gradient.float().contiguous()
-        squares = self.direct(gradient, factor, betas, eps)
+        squares = self.direct(gradient, self.factor)
         return gradient, squares[:, counted]
 
-    def once(
-        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
-    ) -> dict[str, Tensor]:
-        """Evidence; keys of rounding and the residual's c for the parts."""
-        count_(self, factor, betas)
-        return {**rounding_keys(self, step), "residual_scale": self.residual_scale()}
+    def once(self, step: Tensor) -> dict[str, Tensor]:
+        """Evidence; keys of rounding, the residual's c and the rule's scale of steps that are taken for the parts."""
+        taken = count_(self)
+        found = {"residual_scale": self.residual_scale(), "taken": taken}
+        found["scale"] = taken if self.first.scale == 1 else taken * self.first.scale
+        return {**rounding_keys(self, step), **found}
 
     def advance(
         self,
         parts: Sequence[Stack],
         gradients: Sequence[Gradients],
-        factor: Tensor,
-        **how: Any,
+        counted: slice = slice(None),
     ) -> tuple[list[Tensor], Tensor]:
-        updates, squares = super().advance(parts, gradients, factor, **how)
+        updates, squares = super().advance(parts, gradients, counted)
         return updates, squares.sum(dim=1, keepdim=True)
 
-    def direct(
-        self, gradient: Tensor, factor: Tensor, betas: tuple[float, float], eps: float
-    ) -> Tensor:
+    def direct(self, gradient: Tensor, factor: Tensor) -> Tensor:
         """``[U | R]`` in the place of ``[A | S]``, of a part.
 
         Args:
-            gradient: B x rows x width fp32; overwritten. factor: as of :meth:`advance`.
+            gradient: B x rows x width fp32; overwritten. factor: (B,) fp32, what it is multiplied by.
 
         Returns:
             Squared norm of each row's residual, B x rows fp32.
         """
-        return direct_(
-            self, gradient, factor, betas, eps, self.shared, self.shared["residual_scale"]
-        )
+        return direct_(self, gradient, factor, self.shared("residual_scale"))
 
-    def _advance_whole(
-        self,
-        gradient: list[Tensor],
-        factor: Tensor,
-        hyper: tuple[tuple[float, float], float],
-        counted: slice,
-    ) -> tuple[Tensor, Tensor]:
-        projections = self.projections()
+    def _advance_whole(self, gradient: list[Tensor], counted: slice) -> tuple[Tensor, Tensor]:
+        projections, factor = self.projections(), self.factor
         images, squares = project_together(gradient, projections)
         images, squares = clipped_images(images, squares, factor)
         directions = images.clone()
-        self.direct(directions, (factor != 0).float(), *hyper)
+        self.direct(directions, self.shared("taken"))
         ratio, squares = full_residual(directions, images, squares, self.grams(projections))
-        known = self.shared["residual_scale"].unsqueeze(1)
+        known = self.shared("residual_scale").unsqueeze(1)
         images *= (ratio * known).unsqueeze(2)
         self._kept = ScaledRows(gradient, ratio * known).times(factor), images
         return directions, (squares * known.square())[:, counted]
@@ -129,12 +110,12 @@ class LowRankStack(ProjectedStack):
         )
 
     def finish(
-        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor, factor: Tensor
+        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor
     ) -> list[Change]:
         """Limit the residual's growth, given its squared norm over all rows, and apply ``scale``."""
-        limit = self.limited(sums, factor)
-        taken = (factor != 0).float() * self.first.scale
-        scale, sizes = self.column_scale(taken, limit), [part.size for part in parts]
+        limit = self.limited(sums)
+        scale = self.column_scale(self.shared("scale"), limit)
+        sizes = [part.size for part in parts]
         of_parts = zip(updates, scale.split(sizes), limit.split(sizes), strict=True)
         return [
             part.changed(*found)
@@ -157,14 +138,11 @@ class LowRankStack(ProjectedStack):
         rows = ScaledRows([update], torch.ones_like(update[..., 0]))
         return Change(update[..., :0], scale, rows.times(scale[:, 0]))
 
-    def limited(self, sums: Tensor, factor: Tensor) -> Tensor:
+    def limited(self, sums: Tensor) -> Tensor:
         """Factor on each matrix's residual that keeps its norm from growing too fast, (B,)."""
         if not self.limits:
-            return torch.ones_like(factor)
-        norm, before = sums[:, 0].sqrt(), self["limited_norm"]
-        limit = growth_factor(norm, before)
-        before.copy_(torch.where(factor != 0, norm * limit, before))
-        return limit
+            return torch.ones_like(self.factor)
+        return limit_growth_(sums[:, 0].sqrt(), self["limited_norm"], self.factor)
 
 
 class LowRankMatrix(ProjectedMatrix):

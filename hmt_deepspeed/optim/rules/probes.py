@@ -12,7 +12,7 @@ from hmt_deepspeed.optim.bases.basis import HeldRows, probe_columns
 from hmt_deepspeed.optim.rules.columns import Columns
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
-from hmt_deepspeed.optim.rules.stack import Stacked
+from hmt_deepspeed.optim.rules.side_by_side import Stacked
 
 __all__ = ["ProbeDraws"]
 

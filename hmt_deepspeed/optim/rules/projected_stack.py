@@ -14,7 +14,8 @@ from hmt_deepspeed.kernels.row_squares import row_squares
 from hmt_deepspeed.optim.bases.basis import random_bases
 from hmt_deepspeed.optim.rules.formulas import estimated_square_norm, square_norms
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, with_probes
-from hmt_deepspeed.optim.rules.stack import Gradients, Stack, joined, stacked
+from hmt_deepspeed.optim.rules.side_by_side import joined, stacked
+from hmt_deepspeed.optim.rules.stack import Gradients, Stack
 
 __all__ = ["ProjectedStack"]
 

@@ -8,11 +8,13 @@ those of all, everything else of those held. One step::
 
     sums = measure(gradients)             B x sums, each summed over all holders of rows
     observe(sums)                         the gradient's norm, smoothed energies
+    start(factor)                         what is not as large as a gradient, once for all members
     updates, late = advance(gradients)    states; ``late`` summed over all holders
     changes = finish(updates, late)       limiter and scale, applied together with the update
 
 What is as large as a gradient comes by parts of a stack, which bound the memory taken at once: gradients of a part lie
-side by side, and changes are of parts. What is not as large a rule does once for all members.
+side by side, and changes are of parts. The last two are of the whole stack or, where its updates would take memory of
+their own, of one of its :meth:`Stack.groups` after the other.
 
 Whole rows of gradients stay where they are, and are a part of the change: no copy of them is made. Of experts they, and
 what they are projected on, are one tensor of a member's E matrices.
@@ -23,9 +25,8 @@ bit, whatever its gradient holds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
-from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,19 +36,10 @@ from hmt_deepspeed.kernels.launching import device_table, upload
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.noise import base_keys, step_keys
 from hmt_deepspeed.optim.rules.matrix import ENERGY_SMOOTHING, OWN_WEIGHT, MatrixRule
+from hmt_deepspeed.optim.rules.side_by_side import Stacked, joined
 from hmt_deepspeed.optim.rules.state import StateTensor
 
-__all__ = [
-    "MOST_ALIVE",
-    "Change",
-    "Gradients",
-    "Stack",
-    "Stacked",
-    "Stacks",
-    "alike",
-    "joined",
-    "stacked",
-]
+__all__ = ["MOST_ALIVE", "Change", "Gradients", "Stack", "Stacks"]
 
 _S = TypeVar("_S", bound="Stack")
 _T = TypeVar("_T")
@@ -57,75 +49,6 @@ Gradients = Tensor | list[Tensor]
 # fp32 elements of what a part of a stack has beside its gradients while it steps: 256 MiB.
 MOST_ALIVE = 1 << 26
 _TINY = torch.finfo(torch.float32).tiny
-
-
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape as one with a leading dimension: the one they are views of, side by side, or a copy of the
-    widest of their dtypes."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first.unsqueeze(0)
-    whole, step, start = first._base, first.numel(), first.storage_offset()
-    if (
-        whole is None
-        or not first.is_contiguous()
-        or any(
-            tensor._base is not whole or tensor.storage_offset() != start + place * step
-            for place, tensor in enumerate(tensors)
-        )
-    ):
-        return torch.stack(list(tensors))
-    return whole.as_strided((len(tensors), *first.shape), (step, *first.stride()), start)
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of parts of a stack, B x ... each, as one."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
-def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Matrices of one shape in one dtype and of equal strides: themselves, or fp32 copies."""
-    kinds = {(tensor.dtype, tensor.stride()) for tensor in tensors}
-    return list(tensors) if len(kinds) == 1 else [t.float().contiguous() for t in tensors]
-
-
-class Stacked:
-    """One tensor of each of several owners, side by side: ``whole`` is B x ..., each owner's attribute a view.
-
-    An owner may replace its attribute; :meth:`gather` then takes the new values over.
-
-    Args:
-        path: of attributes from an owner to its tensor, dotted.
-    """
-
-    def __init__(self, owners: Sequence[object], path: str) -> None:
-        self._owners, self._read = list(owners), attrgetter(path)
-        self._holder, _, self._name = path.rpartition(".")
-        self.whole = torch.stack(list(map(self._read, owners)))
-        self.views = list(self.whole.unbind())
-        for owner, view in zip(owners, self.views, strict=True):
-            self._place(owner, view)
-
-    def _place(self, owner: object, view: Tensor) -> None:
-        setattr(attrgetter(self._holder)(owner) if self._holder else owner, self._name, view)
-
-    def gather(self) -> None:
-        """Take over what owners have replaced."""
-        found = list(map(self._read, self._owners))
-        if all(map(is_, found, self.views)):
-            return
-        changed = [place for place, view in enumerate(self.views) if found[place] is not view]
-        views = [self.views[place] for place in changed]
-        torch._foreach_copy_(views, [found[place] for place in changed])
-        for place, view in zip(changed, views, strict=True):
-            self._place(self._owners[place], view)
-
-    def part(self, begin: int, end: int) -> Stacked:
-        """Some of them, of the same memory."""
-        other = copy(self)
-        other.whole, other.views = self.whole[begin:end], self.views[begin:end]
-        other._owners = self._owners[begin:end]
-        return other
 
 
 class Change(NamedTuple):
@@ -172,21 +95,13 @@ class Change(NamedTuple):
         return found
 
 
-def _places(parts: Sequence[Stack]) -> Iterator[slice]:
-    """Matrices of each part in the whole."""
-    begin = 0
-    for part in parts:
-        yield slice(begin, begin + part.size)
-        begin += part.size
-
-
 class Stack(ABC):
     """Matrices that take their steps together; a rule's class says how.
 
     Attributes:
         members: with B matrices. tensors: of all, by name, see :meth:`MatrixRule.paths`.
         base_keys, member_keys: of matrices and of members, see :func:`base_keys`.
-        shared: what :meth:`once` has found for this step, B x ... each.
+        whole: the stack that it is a part of, or itself.
         largest_rows: of a member at the process that holds most, where parts must be alike on all; by default those here.
     """
 
@@ -196,7 +111,9 @@ class Stack(ABC):
         self.settings, self.rule = self.first.settings, self.first.settings.rule
         self.shape, self.rank, self.device = self.first.shape, self.first.rank, self.first.device
         self.largest_rows = self.first.num_held * self.first.num_rows
-        self.shared: dict[str, Tensor] = {}
+        self.whole, self._begin = self, 0  # the first of its members among the whole's
+        self._shared: dict[str, Tensor] = {}
+        self._hyper: tuple[tuple[float, float], float] = (0.0, 0.0), 0.0
         self._cut: dict[tuple[int, int], Any] = {}
         self._rooms: dict[int, Tensor] = {}
         names, seed = [name for member in members for name in member.names], self.settings.seed
@@ -218,7 +135,7 @@ class Stack(ABC):
         if (begin, end) not in self._cut:
             other = copy(self)
             other.members = self.members[begin:end]
-            other._cut, other._rooms, other.shared = {}, {}, {}
+            other._cut, other._begin = {}, self._begin + begin
             other.first, other.member_keys = other.members[0], self.member_keys[begin:end]
             count, held = self.first.count, self.first.num_held
             other._all_keys = self._all_keys[begin * count : end * count]
@@ -248,28 +165,29 @@ class Stack(ABC):
         """Half-open ranges of members whose weights are changed together, of each change of :meth:`finish`."""
         return self._ranges(most)
 
-    def groups(self: _S, most: int, in_place: bool) -> list[_S]:
-        """Those whose updates are alive at once: all members where their updates take no memory but their gradients', else
-        parts of the stack.
+    def groups(self, most: int, in_place: bool) -> list[tuple[int, int]]:
+        """Half-open ranges of members whose updates are alive at once: all where their updates take no memory but their
+        gradients', else parts of the stack.
 
         Args:
             in_place: whether gradients are fp32 in the stack's own memory, and updates take their place.
         """
-        return [self] if self.held_width(in_place) == 0 else self.parts(most)
+        alone = self.held_width(in_place) == 0
+        return [(0, len(self.members))] if alone else self._ranges(most)
 
     def room(self, dtype: torch.dtype, most: int, place: int) -> Tensor:
         """Memory for the gradient of one member, rows x width: a piece of its part's, until :meth:`free`."""
-        each, first = self._each(most), self.first
-        number, member = divmod(place, each)
-        if number not in self._rooms:
-            size = min(each, len(self.members) - number * each)
-            shape = (size, *first.several, first.num_rows, first.width)
-            self._rooms[number] = torch.empty(shape, dtype=dtype, device=self.device)
-        return self._rooms[number][member]
+        whole, first = self.whole, self.first
+        number, member = divmod(self._begin + place, whole._each(most))
+        if number not in whole._rooms:
+            begin, end = whole._ranges(most)[number]
+            shape = (end - begin, *first.several, first.num_rows, first.width)
+            whole._rooms[number] = torch.empty(shape, dtype=dtype, device=self.device)
+        return whole._rooms[number][member]
 
     def free(self, most: int, place: int) -> None:
         """Let go of the memory of the gradients of a member's part."""
-        self._rooms.pop(place // self._each(most), None)
+        self.whole._rooms.pop((self._begin + place) // self.whole._each(most), None)
 
     @property
     def size(self) -> int:
@@ -399,67 +317,83 @@ class Stack(ABC):
             taken: 0-dim bool: whether the step is taken; None for yes.
         """
 
+    def start(
+        self, factor: Tensor, *, betas: tuple[float, float], eps: float, step: Tensor
+    ) -> None:
+        """Begin the step of the whole stack. The caller counts the steps of the members.
+
+        Args:
+            factor: (B,) fp32, unscales and clips gradients; 0 where a matrix takes no step. betas, eps: Adam's. step: its
+                number, 0-dim int64, which keys random rounding.
+        """
+        self._hyper, self._shared = (betas, eps), {"factor": factor}
+        self._shared |= self.once(step)
+
+    def end(self) -> None:
+        """Hold nothing of the step any more."""
+        self._shared = {}
+
+    def shared(self, name: str) -> Tensor:
+        """What :meth:`once` has found for the step, by name, of these matrices: B x ... fp32; ``factor``, see
+        :meth:`start`."""
+        first = self._begin * self.first.num_held
+        return self.whole._shared[name][first : first + self.size]
+
+    @property
+    def factor(self) -> Tensor:
+        """(B,) fp32, of :meth:`start`."""
+        return self.shared("factor")
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return self.whole._hyper[0]
+
+    @property
+    def eps(self) -> float:
+        return self.whole._hyper[1]
+
+    @abstractmethod
+    def once(self, step: Tensor) -> dict[str, Tensor]:
+        """What a step does once for all members: what their parts need of it, B x ... each, see :meth:`shared`.
+
+        Args:
+            step: as of :meth:`start`.
+        """
+
     def advance(
         self,
         parts: Sequence[Stack],
         gradients: Sequence[Gradients],
-        factor: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        step: Tensor,
         counted: slice = slice(None),
     ) -> tuple[list[Tensor], Tensor]:
-        """Let the states of the rows held here take the gradient. The caller counts the steps of the members.
+        """Let the states of the rows held here take the gradient.
 
         Args:
             parts: as in :meth:`measure`. gradients: of each, of rows x width each, reduced; used up, but for whole rows
-                that are read where they are. factor: (B,) fp32, unscales and clips it; 0 where a matrix takes no step.
-            step: number of the step, 0-dim int64, which keys random rounding. counted: as in :meth:`measure`.
+                that are read where they are. counted: as in :meth:`measure`.
 
         Returns:
             ``(updates, sums)``: the update of each part before :meth:`finish`, B x rows x its columns; and of all what
             is to be summed over all holders, B x a fixed length, fp32.
         """
-        shared = self.once(factor, betas, eps, step)
-        updates, sums = [], []
-        for own, part, gradient in zip(_places(parts), parts, gradients, strict=True):
-            part.shared = {name: found[own] for name, found in shared.items()}
-            update, terms = part.advance_part(
-                gradient, factor[own], betas=betas, eps=eps, counted=counted
-            )
-            updates.append(update)
-            sums.append(terms)
-            part.shared = {}
-        return updates, joined(sums)
+        found = [
+            part.advance_part(gradient, counted)
+            for part, gradient in zip(parts, gradients, strict=True)
+        ]
+        return [update for update, _ in found], joined([terms for _, terms in found])
 
     @abstractmethod
-    def once(
-        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
-    ) -> dict[str, Tensor]:
-        """What :meth:`advance` does once for all members, before the parts: what they need of it, B x ... each, is their
-        ``shared``."""
-
-    @abstractmethod
-    def advance_part(
-        self,
-        gradient: Gradients,
-        factor: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        counted: slice,
-    ) -> tuple[Tensor, Tensor]:
+    def advance_part(self, gradient: Gradients, counted: slice) -> tuple[Tensor, Tensor]:
         """:meth:`advance` of a part: its update, and terms of which the rule makes the sums, B x ... fp32."""
 
     @abstractmethod
     def finish(
-        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor, factor: Tensor
+        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor
     ) -> list[Change]:
         """Limiter and scale, given the sums over all rows: the change of each of :meth:`pieces`.
 
         Args:
-            parts, factor: as in :meth:`advance`. updates, sums: of it.
+            parts: as in :meth:`advance`. updates, sums: of it.
         """
 
     # -- energy ---------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from hmt_deepspeed.optim.rules.adam import direct_
 from hmt_deepspeed.optim.rules.formulas import TINY, square_norms
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, LowRankStack
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, joined, stacked
+from hmt_deepspeed.optim.rules.side_by_side import joined, stacked
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack
 
 __all__ = ["TwoSidedMatrix", "TwoSidedStack"]
 
@@ -59,16 +60,16 @@ class TwoSidedStack(LowRankStack):
         self._seen_norm = torch.maximum(inside, by_name["outside"][:, 0]).sqrt()
         self.follow(inside, self.square_norms(sums), scale, taken)
 
-    def once(
-        self, factor: Tensor, betas: tuple[float, float], eps: float, step: Tensor
-    ) -> dict[str, Tensor]:
+    def once(self, step: Tensor) -> dict[str, Tensor]:
         """The core's moments and direction; factors on the residual for the parts."""
-        shared, each = super().once(factor, betas, eps, step), factor.view(-1, 1, 1)
+        self._shared |= super().once(step)  # which the core's step reads
+        factor = self.factor
+        each = factor.view(-1, 1, 1)
         core = torch.where(each != 0, self._core * each, 0.0)
         directions = core.clone()  # one long row: evidence is of entries
         row = directions.view(len(core), 1, -1)
-        direct_(self, row, (factor != 0).float(), betas, eps, shared)
-        shared |= {"core": core, "directions": directions}
+        direct_(self, row, self.shared("taken"))
+        shared = {"core": core, "directions": directions}
         if self.limits:
             seen = torch.where(factor != 0, self._seen_norm * factor, 1.0).clamp_min(TINY)
             phi = square_norms(directions).sqrt() / seen
@@ -77,29 +78,20 @@ class TwoSidedStack(LowRankStack):
         del self._core, self._seen_norm
         return shared
 
-    def advance_part(
-        self,
-        gradient: Gradients,
-        factor: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        counted: slice,
-    ) -> tuple[Tensor, Tensor]:
+    def advance_part(self, gradient: Gradients, counted: slice) -> tuple[Tensor, Tensor]:
         """The residual ``phi [A - P P^T A | c S]``; :meth:`finish` adds ``[P U | 0]``.
 
         ``phi = ||U|| / ||P^T A||`` of the whole core; ``||S||`` takes the core's place where it is
         larger, as the rows' does in :mod:`hmt_deepspeed.optim.rules.low_rank`.
         """
         assert isinstance(gradient, Tensor)
-        gradient, each, rank = gradient.float(), factor.view(-1, 1, 1), self.rank
+        gradient, each, rank = gradient.float(), self.factor.view(-1, 1, 1), self.rank
         gradient.mul_(each).masked_fill_(each == 0, 0.0)
-        self._directions = self.shared["directions"]
         if not self.limits:
             return gradient.zero_(), gradient.new_zeros(gradient[:, counted].shape[:2])
-        gradient[..., :rank].baddbmm_(self.left_bases(), self.shared["core"], alpha=-1)
-        gradient[..., :rank] *= self.shared["inside"].view(-1, 1, 1)
-        gradient[..., rank:] *= self.shared["outside"].view(-1, 1, 1)
+        gradient[..., :rank].baddbmm_(self.left_bases(), self.shared("core"), alpha=-1)
+        gradient[..., :rank] *= self.shared("inside").view(-1, 1, 1)
+        gradient[..., rank:] *= self.shared("outside").view(-1, 1, 1)
         return gradient, torch.linalg.vector_norm(gradient[:, counted], dim=2).square_()
 
     @property
@@ -111,8 +103,7 @@ class TwoSidedStack(LowRankStack):
 
     def changed(self, update: Tensor, scale: Tensor, limit: Tensor) -> Change:
         update *= limit.view(-1, 1, 1)
-        update[..., : self.rank].baddbmm_(self.left_bases(), self._directions)
-        del self._directions
+        update[..., : self.rank].baddbmm_(self.left_bases(), self.shared("directions"))
         return Change(update, scale)
 
 

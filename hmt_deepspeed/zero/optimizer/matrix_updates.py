@@ -12,7 +12,8 @@ from torch import Tensor
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.noise import Stream, base_key, host_step_key
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, alike, stacked
+from hmt_deepspeed.optim.rules.side_by_side import alike, joined, stacked
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack
 from hmt_deepspeed.zero.offload.weight import HostWeight
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
@@ -31,13 +32,14 @@ class Part:
     """Matrices that step together, and their parameters.
 
     Attributes:
-        most: elements of an update of a part of the stack. sums: what was measured of their gradients over all rows, of
-            the matrices held here, until they step.
+        most: elements of an update of a part of the stack. in_place: whether updates take the place of gradients. sums:
+            what was measured of their gradients over all rows, of the matrices held here, until they step.
     """
 
     stack: Stack
     members: Sequence[ParamState]
     most: int
+    in_place: bool
     sums: Tensor | None = None
 
     @property
@@ -86,7 +88,18 @@ class Part:
 
     def part(self, begin: int, end: int) -> Part:
         """Some of them."""
-        return Part(self.stack.part(begin, end), self.members[begin:end], self.most)
+        stack, members = self.stack.part(begin, end), self.members[begin:end]
+        return Part(stack, members, self.most, self.in_place)
+
+    def groups(self) -> list[Part]:
+        """Those whose updates are alive at once."""
+        return [self.part(*of) for of in self.stack.groups(self.most, self.in_place)]
+
+    def measure(self) -> Tensor:
+        """See :meth:`Stack.measure`; one after the other where gradients have to be copied beside others."""
+        copied = self.stack.first.takes_whole and not self.stack.reads_whole_rows
+        groups = self.groups() if copied else [self]
+        return joined([g.stack.measure(g.parts, g.gradients(), g.counted) for g in groups])
 
     def of_part(self, change: Change, begin: int, end: int) -> Change:
         """The change of some of the members."""

@@ -155,10 +155,7 @@ class ZeroStep:
         """
         own = [part for part in parts if part.holders is holders]
         dense = self._dense[holders]
-        sums = [
-            part.over_all(part.stack.measure(part.parts, part.gradients(), part.counted))
-            for part in own
-        ]
+        sums = [part.over_all(part.measure()) for part in own]
         sums.append(self._dense_square_norms(dense))
         total = torch.cat([found.flatten() for found in sums])
         if self._is_sharded_over(holders):
@@ -201,11 +198,9 @@ class ZeroStep:
         """The matrices as they step together."""
         found = []
         for stack in self._stacks.of(list(self._by_matrix), self._kinds):
-            first = self._by_matrix[stack.first]
-            stack.largest_rows = first.gradient.shards.max_rows
-            for group in stack.groups(MOST_ALIVE, self._in_place(first)):
-                members = [self._by_matrix[matrix] for matrix in group.members]
-                found.append(Part(group, members, MOST_ALIVE))
+            members = [self._by_matrix[matrix] for matrix in stack.members]
+            stack.largest_rows = members[0].gradient.shards.max_rows
+            found.append(Part(stack, members, MOST_ALIVE, self._in_place(members[0])))
         return found
 
     def make_room(self) -> None:
@@ -231,7 +226,10 @@ class ZeroStep:
             (self._places[p.name], p) for p in self._dense[holders]
         ]
         units += [
-            (self._places[part.members[0].name], part) for part in parts if part.holders is holders
+            (self._places[group.members[0].name], group)
+            for part in parts
+            if part.holders is holders
+            for group in part.groups()
         ]
         most = self.settings.gather_elements if self._is_sharded_over(holders) else 0
         portion: list[Part | ParamState] = []
@@ -241,7 +239,7 @@ class ZeroStep:
             if isinstance(unit, Part) and not isinstance(unit.members[0].weight, HostWeight):
                 first = unit.members[0]
                 rows = first.gradient.shards.max_rows  # equal on all ranks
-                size = rows * unit.stack.held_width(self._in_place(first)) * len(unit.members)
+                size = rows * unit.stack.held_width(unit.in_place) * len(unit.members)
             if portion and alive + size > most:
                 yield portion
                 portion, alive = [], 0
@@ -281,6 +279,8 @@ class ZeroStep:
         """
         on_host = any(p.host is not None for p in self.param_states)
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once
+        for part in parts:
+            self._start(part, factor, step_count)
         portions = [
             (holders, portion)
             for holders in self._holders
@@ -303,7 +303,7 @@ class ZeroStep:
         on_device = [p for dense in self._dense.values() for p in dense if p.host is None]
         self._step_dense(on_device, factor, taken, step_count)
         for (holders, portion), order in zip(portions, uses, strict=True):
-            found = self._advance([u for u in portion if isinstance(u, Part)], factor, step_count)
+            found = self._advance([u for u in portion if isinstance(u, Part)])
             for unit, begin, end in order:
                 if isinstance(unit, Part):
                     self._apply(updates[holders], unit, begin, end, found[unit])
@@ -313,8 +313,21 @@ class ZeroStep:
                 self._gather_weights([unit], gathers[holders])
         for gather in gathers.values():
             gather.finish()
+        for part in parts:
+            part.stack.end()
         self.written()
         self._uncommitted = bool(self._unfinished)
+
+    def _start(self, part: Part, factor: Tensor, step_count: int) -> None:
+        """Begin the step of a whole stack."""
+        assert part.sums is not None
+        stack, hyper = part.stack, part.members[0].hyper()
+        each, part.sums = stack.taken(factor.repeat(stack.size), part.sums), None
+        for param_state in part.members:
+            assert param_state.matrix is not None
+            param_state.matrix.moments.steps += 1
+        number = self._numbers.step(step_count, self._device)
+        stack.start(each, betas=hyper["betas"], eps=hyper["eps"], step=number)
 
     def _apply(
         self,
@@ -332,31 +345,15 @@ class ZeroStep:
             del changes[piece]
             part.stack.free(MOST_ALIVE, begin)
 
-    def _advance(
-        self, parts: Sequence[Part], factor: Tensor, step_count: int
-    ) -> dict[Part, dict[tuple[int, int], Change]]:
+    def _advance(self, parts: Sequence[Part]) -> dict[Part, dict[tuple[int, int], Change]]:
         """Steps of the states of parts of stacks, which the same ranks share: what each changes of its weights, by
         pieces."""
         found: dict[Part, tuple[list[Tensor], Tensor]] = {}
-        factors: dict[Part, Tensor] = {}
         for part in parts:
-            hyper, gradients = part.members[0].hyper(), part.gradients()
-            assert part.sums is not None
-            each = factor.repeat(len(part.stack.base_keys))
-            factors[part], part.sums = part.stack.taken(each, part.sums), None
+            gradients = part.gradients()
             for param_state in part.members:
-                assert param_state.matrix is not None
-                param_state.matrix.moments.steps += 1
                 param_state.gradient.reduced = None  # used up
-            found[part] = part.stack.advance(
-                part.parts,
-                gradients,
-                factors[part],
-                betas=hyper["betas"],
-                eps=hyper["eps"],
-                step=self._numbers.step(step_count, self._device),
-                counted=part.counted,
-            )
+            found[part] = part.stack.advance(part.parts, gradients, part.counted)
             del gradients
         limited = [part for part in parts if part.stack.limits]
         if limited and self._is_sharded_over(limited[0].holders):
@@ -368,7 +365,7 @@ class ZeroStep:
                 found[part] = found[part][0], part.stack.of_held(sums.view_as(own))
         changes = {}
         for part, (updates, sums) in found.items():
-            some = part.stack.finish(part.parts, updates, sums, factors[part])
+            some = part.stack.finish(part.parts, updates, sums)
             if part.alone:
                 how = part.stack.rank, part.stack.first.dtype
                 some = [change.multiplied(*how) for change in some]

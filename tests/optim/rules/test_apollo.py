@@ -9,8 +9,8 @@ from hmt_runs import batches, network, train
 from torch import nn
 from twins import assert_same_steps
 
+from hmt_deepspeed.kernels import growth_limit
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.rules import formulas as rules
 from hmt_deepspeed.optim.rules.apollo import ApolloStack
 
 TALL, WIDE = (20, 12), (12, 20)
@@ -47,7 +47,7 @@ def run(shape, series, **options):
 def limiter_acts(shape, series, options):
     limited, _ = run(shape, series, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "GROWTH_LIMIT", float("inf"))
+        patch.setattr(growth_limit, "GROWTH_LIMIT", float("inf"))
         free, _ = run(shape, series, **options)
     return (limited[-1] - free[-1]).abs().max() > 1e-3
 
@@ -117,7 +117,7 @@ def test_projection_is_gaussian_of_variance_one_over_r():
         for matrix, number in zip(members, numbers, strict=True):
             matrix.draw = number
         stack = ApolloStack(members)
-        stack.shared = stack.once(torch.ones(2), BETAS, 1e-8, torch.tensor(0))
+        stack.start(torch.ones(2), betas=BETAS, eps=1e-8, step=torch.tensor(0))
         return stack.projections()
 
     one, other = drawn(3, 3)

@@ -8,8 +8,8 @@ import torch
 from hmt_runs import batches, network, train
 from torch import nn
 
+from hmt_deepspeed.kernels import growth_limit
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.optim.rules import formulas as rules
 
 M, N, RANK = 20, 32, 5
 BETAS, EPS, LR, SCALE = (0.9, 0.99), 1e-12, 1e-2, 0.5
@@ -26,7 +26,7 @@ def gradients(steps, growing=0.0):
 @pytest.fixture
 def unlimited(monkeypatch):
     """No limit on the growth of the residual's norm."""
-    monkeypatch.setattr(rules, "GROWTH_LIMIT", float("inf"))
+    monkeypatch.setattr(growth_limit, "GROWTH_LIMIT", float("inf"))
 
 
 def run(series, **options):

@@ -9,7 +9,6 @@ from hmt_deepspeed.optim.bases.basis import probe_columns
 from hmt_deepspeed.optim.rules.formulas import (
     adamw_,
     estimated_square_norm,
-    growth_factor,
 )
 
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -89,20 +88,3 @@ def test_probe_residual_of_a_row_the_basis_misses_is_bounded():
     residual, _ = probe_residual(direction, projected, probes, 4.0)
     # c ||U_j|| = 4 * 2
     torch.testing.assert_close(residual.norm(dim=1), torch.full((2,), 8.0))
-
-
-@pytest.mark.parametrize(
-    ("norm", "previous", "expected"),
-    [(1.0, 1.0, 1.0), (2.0, 1.0, 0.505), (0.5, 1.0, 1.0), (5.0, 0.0, 1.0), (0.0, 1.0, 1.0)],
-)
-def test_growth_factor(norm, previous, expected):
-    factor = growth_factor(torch.tensor(norm), torch.tensor(previous))
-    torch.testing.assert_close(factor, torch.tensor(expected))
-
-
-def test_growth_is_limited_step_by_step():
-    previous = torch.tensor(1.0)
-    for _ in range(10):
-        norm = torch.tensor(100.0)
-        previous = norm * growth_factor(norm, previous)
-    torch.testing.assert_close(previous, torch.tensor(1.01**10))

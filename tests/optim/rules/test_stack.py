@@ -17,7 +17,8 @@ from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, Stacks, stacked
+from hmt_deepspeed.optim.rules.side_by_side import stacked
+from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, Stacks
 
 CPU = torch.device("cpu")
 SHAPE, RANK, NAMES = (96, 72), 60, ("a", "b", "c")  # 72 x 60 moments are enough for INT8
@@ -94,9 +95,10 @@ def advance(
         return [given(stack, some) for some in gradient.split(sizes)]
 
     stack.observe(stack.measure(parts, by_parts(), slice(None)), 2.0)
-    updates, sums = stack.advance(parts, by_parts(), factor, step=step, **HYPER)
+    stack.start(factor, step=torch.tensor(step), **HYPER)
+    updates, sums = stack.advance(parts, by_parts())
     found = []
-    changes = stack.finish(parts, updates, sums, factor)
+    changes = stack.finish(parts, updates, sums)
     for (begin, end), change in zip(stack.pieces(most), changes, strict=True):
         if change.beside is not None:
             columns = stack.part(begin, end).update_columns(change)
