@@ -153,8 +153,9 @@ def without_activation_error(contender: Contender) -> dict[str, str]:
     optimizer = contender.optimizer
     if not isinstance(optimizer, HMT):
         return dict.fromkeys(contender.matrices, "the input is saved as it is: another optimizer")
+    modules = {name: name.rpartition(".")[0] for name in optimizer.matrices}
     return {
-        name: _why_without(matrix, contender.model.get_submodule(name.removesuffix(".weight")))
+        name: _why_without(matrix, contender.model.get_submodule(modules[name]))
         for name, matrix in optimizer.matrices.items()
     }
 
@@ -164,8 +165,8 @@ def _why_without(matrix: MatrixRule, module: nn.Module) -> str:
         return "the input is saved as it is: the rule takes whole gradients"
     if matrix.transposed:
         return "the input is saved as it is: the weight is projected from the left"
-    # A patched linear has HMT's forward in its own dictionary; `can_project` knows it from others.
-    if "forward" not in vars(module) or not can_project(module):
+    # A patched module has HMT's forward in its own dictionary; of a linear `can_project` knows it from others.
+    if "forward" not in vars(module) or (matrix.count == 1 and not can_project(module)):
         return "the input is saved as it is: no projected backward"
     if matrix.settings.rule.gradient == "core":
         return "the captured energy is the core's, which also lacks rows"

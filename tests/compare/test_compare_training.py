@@ -211,3 +211,14 @@ def test_a_mixture_is_compared_by_its_experts(setting: Setting, data: Any, store
         alone = float(model(**batch, output_router_logits=False).loss)
     assert with_routers > alone + 1e-4
     assert run.evaluate(rows) == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["hmt", "hmt_int8_half"])
+def test_a_mixture_in_low_rank_has_a_result(
+    setting: Setting, data: Any, store: Store, variant: str
+) -> None:
+    """Inputs of experts and of linears are saved projected, but for what is projected from the left."""
+    result = two_steps(variant, replace(setting, model="toy_moe"), data, store).result()
+    assert result["state_bytes"]["experts_moments_share"] < 0.7
+    assert result["activation_error_matrices"] > 0
+    assert 0 < result["activation_error"] < 1
