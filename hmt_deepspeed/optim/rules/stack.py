@@ -27,6 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -95,13 +96,21 @@ class Change(NamedTuple):
         return found
 
 
+@dataclass
+class _Begun:
+    """The step that a stack is in, see :meth:`Stack.start`."""
+
+    betas: tuple[float, float] = (0.0, 0.0)
+    eps: float = 0.0
+    shared: dict[str, Tensor] = field(default_factory=dict)
+
+
 class Stack(ABC):
     """Matrices that take their steps together; a rule's class says how.
 
     Attributes:
         members: with B matrices. tensors: of all, by name, see :meth:`MatrixRule.paths`.
         base_keys, member_keys: of matrices and of members, see :func:`base_keys`.
-        whole: the stack that it is a part of, or itself.
         largest_rows: of a member at the process that holds most, where parts must be alike on all; by default those here.
     """
 
@@ -111,11 +120,10 @@ class Stack(ABC):
         self.settings, self.rule = self.first.settings, self.first.settings.rule
         self.shape, self.rank, self.device = self.first.shape, self.first.rank, self.first.device
         self.largest_rows = self.first.num_held * self.first.num_rows
-        self.whole, self._begin = self, 0  # the first of its members among the whole's
-        self._shared: dict[str, Tensor] = {}
-        self._hyper: tuple[tuple[float, float], float] = (0.0, 0.0), 0.0
         self._cut: dict[tuple[int, int], Any] = {}
-        self._rooms: dict[int, Tensor] = {}
+        # What parts have in common with the whole, and which of its members they are.
+        self._begun, self._rooms = _Begun(), dict[int, Tensor]()
+        self._begin, self._whole_size = 0, len(self.members)
         names, seed = [name for member in members for name in member.names], self.settings.seed
         self._all_keys = self.member_keys = base_keys(seed, names, self.device)
         self.base_keys = self.of_held(self._all_keys)
@@ -177,17 +185,17 @@ class Stack(ABC):
 
     def room(self, dtype: torch.dtype, most: int, place: int) -> Tensor:
         """Memory for the gradient of one member, rows x width: a piece of its part's, until :meth:`free`."""
-        whole, first = self.whole, self.first
-        number, member = divmod(self._begin + place, whole._each(most))
-        if number not in whole._rooms:
-            begin, end = whole._ranges(most)[number]
-            shape = (end - begin, *first.several, first.num_rows, first.width)
-            whole._rooms[number] = torch.empty(shape, dtype=dtype, device=self.device)
-        return whole._rooms[number][member]
+        each, first = self._each(most), self.first
+        number, member = divmod(self._begin + place, each)
+        if number not in self._rooms:
+            size = min(each, self._whole_size - number * each)
+            shape = (size, *first.several, first.num_rows, first.width)
+            self._rooms[number] = torch.empty(shape, dtype=dtype, device=self.device)
+        return self._rooms[number][member]
 
     def free(self, most: int, place: int) -> None:
         """Let go of the memory of the gradients of a member's part."""
-        self.whole._rooms.pop((self._begin + place) // self.whole._each(most), None)
+        self._rooms.pop((self._begin + place) // self._each(most), None)
 
     @property
     def size(self) -> int:
@@ -326,18 +334,19 @@ class Stack(ABC):
             factor: (B,) fp32, unscales and clips gradients; 0 where a matrix takes no step. betas, eps: Adam's. step: its
                 number, 0-dim int64, which keys random rounding.
         """
-        self._hyper, self._shared = (betas, eps), {"factor": factor}
-        self._shared |= self.once(step)
+        self._begun.betas, self._begun.eps = betas, eps
+        self._begun.shared["factor"] = factor
+        self._begun.shared |= self.once(step)
 
     def end(self) -> None:
         """Hold nothing of the step any more."""
-        self._shared = {}
+        self._begun.shared.clear()
 
     def shared(self, name: str) -> Tensor:
         """What :meth:`once` has found for the step, by name, of these matrices: B x ... fp32; ``factor``, see
         :meth:`start`."""
         first = self._begin * self.first.num_held
-        return self.whole._shared[name][first : first + self.size]
+        return self._begun.shared[name][first : first + self.size]
 
     @property
     def factor(self) -> Tensor:
@@ -346,11 +355,11 @@ class Stack(ABC):
 
     @property
     def betas(self) -> tuple[float, float]:
-        return self.whole._hyper[0]
+        return self._begun.betas
 
     @property
     def eps(self) -> float:
-        return self.whole._hyper[1]
+        return self._begun.eps
 
     @abstractmethod
     def once(self, step: Tensor) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ class TwoSidedStack(LowRankStack):
 
     def once(self, step: Tensor) -> dict[str, Tensor]:
         """The core's moments and direction; factors on the residual for the parts."""
-        self._shared |= super().once(step)  # which the core's step reads
+        self._begun.shared |= super().once(step)  # which the core's step reads
         factor = self.factor
         each = factor.view(-1, 1, 1)
         core = torch.where(each != 0, self._core * each, 0.0)
