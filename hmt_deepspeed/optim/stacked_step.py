@@ -14,10 +14,12 @@ from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
 from hmt_deepspeed.kernels.noise import Stream, base_key, host_step_key
 from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.backward.int8_linear import update_together_
+from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.dense import SmallParameter, dense_adamw_together_
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
 from hmt_deepspeed.optim.rules.side_by_side import alike, joined, stacked
-from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Change, Gradients, Stack, Stacks
+from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Gradients, Stack
+from hmt_deepspeed.optim.rules.stacks import Stacks
 from hmt_deepspeed.optim.slot import Slot
 
 __all__ = ["StackedStep"]

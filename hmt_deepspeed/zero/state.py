@@ -76,6 +76,10 @@ class ZeroState:
         """Groups of torch's optimizer: lr, betas, eps, weight_decay, params."""
         return self.carrier.param_groups
 
+    def is_sharded_over(self, holders: Collectives) -> bool:
+        """Whether ranks that share some parameters each hold a part of their states."""
+        return self.settings.stage > 0 and holders.world > 1
+
     def saves_states_of(self, param_state: ParamState) -> bool:
         """Whether this rank saves states of a parameter: at stage 0 all holders have the same, and the first one does."""
         return self.settings.stage > 0 or param_state.gradient.holders.rank == 0

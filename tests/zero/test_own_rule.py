@@ -20,9 +20,10 @@ from training import PAPERS_RULE, assert_same_run, tiny_llama
 from hmt_deepspeed import HMT
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.kernels.noise import Stream
+from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.rules.projected_stack import ProjectedStack
-from hmt_deepspeed.optim.rules.stack import Change, Stack
+from hmt_deepspeed.optim.rules.stack import Stack
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.model.families import shape_of_config

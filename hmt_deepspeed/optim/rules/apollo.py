@@ -22,10 +22,11 @@ from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.kernels.noise import Stream, normals
 from hmt_deepspeed.kernels.row_squares import row_squares
 from hmt_deepspeed.optim.rules.adam import count_, direct_, rounding_keys
+from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Moments
 from hmt_deepspeed.optim.rules.side_by_side import joined
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack
+from hmt_deepspeed.optim.rules.stack import Gradients, Stack
 
 __all__ = ["ApolloMatrix", "ApolloMiniMatrix", "ApolloStack"]
 

@@ -20,11 +20,12 @@ from hmt_deepspeed.kernels.launching import upload
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.optim.rules.adam import count_, direct_, rounding_keys
+from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.formulas import clipped_images, full_residual
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.rules.projected_stack import ProjectedStack
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack
+from hmt_deepspeed.optim.rules.stack import Gradients, Stack
 
 __all__ = ["LowRankMatrix", "LowRankStack"]
 

@@ -25,22 +25,22 @@ bit, whatever its gradient holds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.launching import device_table, upload
-from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.noise import base_keys, step_keys
+from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.matrix import ENERGY_SMOOTHING, OWN_WEIGHT, MatrixRule
 from hmt_deepspeed.optim.rules.side_by_side import Stacked, joined
 from hmt_deepspeed.optim.rules.state import StateTensor
 
-__all__ = ["MOST_ALIVE", "Change", "Gradients", "Stack", "Stacks"]
+__all__ = ["MOST_ALIVE", "Gradients", "Stack"]
 
 _S = TypeVar("_S", bound="Stack")
 _T = TypeVar("_T")
@@ -50,50 +50,6 @@ Gradients = Tensor | list[Tensor]
 # fp32 elements of what a part of a stack has beside its gradients while it steps: 256 MiB.
 MOST_ALIVE = 1 << 26
 _TINY = torch.finfo(torch.float32).tiny
-
-
-class Change(NamedTuple):
-    """What a step does to the weights of a stack: ``W <- (1 - lr wd) W - lr ((update o scale) projection^T + beside)``.
-
-    Attributes:
-        update: B x rows x width, fp32 or a gradient's dtype; of width 0 where there is no projection.
-        scale: B x 2 fp32: factor on the first r columns and on the others; zeros where no step is taken, not even decay.
-        beside: rows of whole gradients or updates, or None.
-    """
-
-    update: Tensor
-    scale: Tensor
-    beside: ScaledRows | None = None
-
-    def part(self, begin: int, end: int) -> Change:
-        """Of some of the weights."""
-        beside = None if self.beside is None else self.beside.part(slice(begin, end))
-        return Change(self.update[begin:end], self.scale[begin:end], beside)
-
-    def multiplied(self, rank: int, dtype: torch.dtype) -> Change:
-        """With the scale in the update, for weights that are updated one by one: of it only 1 or 0 is left.
-
-        Args:
-            rank: columns of the first scale. dtype: of the update then, unless there are rows beside it.
-        """
-        update = self.update.float()
-        update[..., :rank].mul_(self.scale[:, 0].view(-1, 1, 1))
-        update[..., rank:].mul_(self.scale[:, 1].view(-1, 1, 1))
-        update = update if self.beside is not None else update.to(dtype)
-        return self._replace(update=update, scale=(self.scale != 0).float())
-
-    def whole(self, member: int, projection: Tensor | None) -> Tensor:
-        """All that is subtracted from one weight without the learning rate, rows x n fp32.
-
-        Args:
-            projection: n x width; None where the update has no columns.
-        """
-        assert self.beside is not None
-        found = self.beside.whole(member)
-        if projection is not None and projection.shape[1]:
-            update = self.update[member].float() * self.scale[member, 0]
-            found.addmm_(update, projection.float().t())
-        return found
 
 
 @dataclass
@@ -428,45 +384,3 @@ class Stack(ABC):
         weight = weight.unsqueeze(1)
         # what is not finite counts as nothing, and nothing times it must not be counted either
         self["energy"].lerp_(torch.where(weight > 0, found, 0.0), weight)
-
-
-class Stacks:
-    """The stacks of one optimizer. Matrices that stay together keep their memory from step to step."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Stack] = {}
-        self._of: tuple[list[MatrixRule], list[Hashable], list[Hashable]] = [], [], []
-
-    def of(self, matrices: Sequence[MatrixRule], apart: Sequence[Hashable]) -> list[Stack]:
-        """Matrices in stacks, by what they have in common.
-
-        Args:
-            apart: of each the caller's own reasons to keep it apart: equal for matrices that may be together.
-        """
-        of = list(matrices), [matrix.alike for matrix in matrices], list(apart)
-        if of != self._of:
-            self._of = of
-            self._form(*of)
-        for stack in self._known.values():
-            stack.gather()
-        return list(self._known.values())
-
-    def forget(self) -> None:
-        """Hold no memory any more: the matrices' states have moved elsewhere."""
-        self._known, self._of = {}, ([], [], [])
-
-    def _form(
-        self,
-        matrices: Sequence[MatrixRule],
-        alike: Sequence[Hashable],
-        apart: Sequence[Hashable],
-    ) -> None:
-        together: dict[Hashable, list[MatrixRule]] = {}
-        for matrix, *kinds in zip(matrices, alike, apart, strict=True):
-            together.setdefault(tuple(kinds), []).append(matrix)
-        known, self._known = self._known, {}
-        for key, members in together.items():
-            stack = known.pop(key, None)
-            if stack is None or stack.members != members:
-                stack = members[0].STACK(members)
-            self._known[key] = stack

@@ -18,11 +18,12 @@ from hmt_deepspeed.kernels.noise import Stream
 from hmt_deepspeed.optim.bases.basis import orthonormal, random_basis
 from hmt_deepspeed.optim.bases.range_finder import Subspace
 from hmt_deepspeed.optim.rules.adam import direct_
+from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.formulas import TINY, square_norms
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, LowRankStack
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
 from hmt_deepspeed.optim.rules.side_by_side import joined, stacked
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack
+from hmt_deepspeed.optim.rules.stack import Gradients, Stack
 
 __all__ = ["TwoSidedMatrix", "TwoSidedStack"]
 

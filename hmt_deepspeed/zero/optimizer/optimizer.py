@@ -298,7 +298,7 @@ class HMTZeroOptimizer(OptimizerInterface):
         self.partitions.partition()
         scale, checked, overflow = self.loss_scale, self.settings.check_overflow, None
         if checked and self._needs_the_host():
-            checked, overflow = False, self._step.overflow()
+            checked, overflow = False, self._step.clipping.overflow()
         if self._refresh(overflow):
             self._take(scale, checked)
             self.reducer.reset()
@@ -329,7 +329,7 @@ class HMTZeroOptimizer(OptimizerInterface):
     def _take(self, scale: float, checked: bool) -> None:
         """A step, which the device skips where gradients, whose losses had the scale, are ``checked`` and not finite."""
         parts = self._step.parts()
-        norm, factor, taken = self._step.decide(parts, scale, checked)
+        norm, factor, taken = self._step.clipping.decide(parts, scale, checked)
         self._global_grad_norm = norm
         self._step.update(parts, factor, taken, self.zero.step_count)
         if taken is None:

@@ -1,24 +1,26 @@
-"""The arithmetic of one optimizer step over shards: overflow decision, norm, moments, weights, gather."""
+"""The arithmetic of one optimizer step over shards: moments, weights, gather."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from torch import Tensor
 
-from hmt_deepspeed.kernels.launching import device_table, upload
 from hmt_deepspeed.kernels.precision import fp32_products
+from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.dense import SmallParameter, dense_adamw_together_
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
-from hmt_deepspeed.optim.rules.stack import MOST_ALIVE, Change, Stacks
+from hmt_deepspeed.optim.rules.stack import MOST_ALIVE
+from hmt_deepspeed.optim.rules.stacks import Stacks
 from hmt_deepspeed.zero.offload.weight import HostWeight
-from hmt_deepspeed.zero.optimizer.matrix_updates import MatrixUpdates, Part
+from hmt_deepspeed.zero.optimizer.clipping import Clipping
+from hmt_deepspeed.zero.optimizer.matrix_updates import MatrixUpdates
+from hmt_deepspeed.zero.optimizer.parts import Part
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.state import ZeroState
@@ -31,13 +33,14 @@ class ZeroStep:
     """Steps of one optimizer; the caller keeps the loss scale and opens accumulation windows.
 
     A step is decided on the device: whether it is taken, and what clips it, are tensors. With states in host memory, or
-    a basis to be found, the host has to read :meth:`overflow` first.
+    a basis to be found, the host has to read the overflow first, see :class:`Clipping`.
 
     Args:
         zero: the states of the optimizer.
         order: places of the parameters in the order in which their new weights are needed.
 
     Attributes:
+        clipping: whether a step is taken, and what clips it.
         written: called when new weights are in place, by default nothing.
         gathers_apart: whether :meth:`finish` gathers each weight by itself, not in buckets.
     """
@@ -59,11 +62,7 @@ class ZeroStep:
             if param_state.matrix is None:
                 self._dense[param_state.gradient.holders].append(param_state)
         self._places = {p.name: place for place, p in enumerate(in_order)}
-        self._all = [p.name for p in self.param_states]
-        self._counted_here: Tensor | None = None  # of experts each by the first rank that holds it
-        if len(self._holders) > 1:
-            first = [p.gradient.holders.rank == 0 for p in self.param_states]
-            self._counted_here = torch.tensor(first, device=self._device)
+        self.clipping = Clipping(zero, self._dense)
         self._unfinished: deque[ParamState] = deque()  # updates begun in host memory, in order
         # what the overflow decision has let pass may be on an SSD, and does not count yet
         self._uncommitted = False
@@ -74,118 +73,6 @@ class ZeroStep:
         self._stacks.forget()
         for param_state in self.param_states:
             param_state.gradient.room = None
-
-    # -- decisions ------------------------------------------------------------------------------
-
-    def overflow(self) -> Tensor:
-        """Whether any rank holds a gradient that is not finite, or whose squared norm is not: 0-dim fp32 on the device,
-        0 where none does."""
-        gradients = [p.gradient for p in self.param_states]
-        there = [part for g in gradients for part in (g.reduced, g.full) if part is not None]
-        norms = torch._foreach_norm(there, dtype=torch.float32) if there else ()
-        squares = [torch.stack(norms).square()] if norms else []
-        squares += self._host_square_norms(self.param_states)
-        bad = torch.zeros((), device=self._device)
-        if squares:
-            bad = (~(torch.cat(squares) < float("inf")).all()).float()
-        self.collectives.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return bad
-
-    def _host_square_norms(self, param_states: Iterable[ParamState]) -> list[Tensor]:
-        """Squared norms of those gradients that are in host memory, in order; no tensor where there are none."""
-        hosts = [p.gradient.host for p in param_states if p.gradient.host is not None]
-        if not hosts:
-            return []
-        squares = torch.stack([host.square_norm() for host in hosts]).tolist()
-        return [upload(squares, torch.float32, self._device)]
-
-    @fp32_products()
-    def decide(
-        self, parts: Sequence[Part], scale: float, checked: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Estimated ``||G||`` over all parameters, the factor that unscales and clips, and whether the step is taken.
-
-        Args:
-            parts: of :meth:`parts`. scale: what the losses were multiplied by. checked: whether gradients that are not finite skip
-                the step; not with experts that not all ranks hold, of which the host asks :meth:`overflow`.
-
-        Returns:
-            The norm without the loss scale and the factor, 0-dim fp32, the latter 0 in a step that is skipped; and
-            0-dim bool, None without a check. All are on the device, and the same on every rank.
-        """
-        sums = {holders: self._sums(holders, parts) for holders in self._holders}
-        taken = None
-        if checked:
-            ((*_, total),) = sums.values()
-            taken = torch.isfinite(total).all()
-        norms, names = [], list[str]()
-        for own, dense, lengths, total in sums.values():
-            *found, squares = total.split(lengths)
-            for part, over_all in zip(own, found, strict=True):
-                stack = part.stack
-                by_matrix = over_all.view(len(part.members) * stack.first.count, -1)
-                stack.observe(by_matrix, scale, taken)
-                part.sums = stack.of_held(by_matrix)
-                squares_of_each = stack.square_norms(by_matrix)
-                norms.append(squares_of_each.view(len(part.members), -1).sum(dim=1))
-                names += [p.name for p in part.members]
-            norms.append(squares)
-            names += [p.name for p in dense]
-        # summed in an order that does not depend on which of them step together
-        squares = self._in_order(torch.cat(norms), names, self._all)
-        if self._counted_here is not None:
-            squares = torch.where(self._counted_here, squares, 0.0).sum()
-            self.collectives.all_reduce(squares)
-        norm = squares.sum().sqrt() / scale
-        factor = torch.full((), 1.0 / scale, device=self._device)
-        if self.settings.clip > 0:
-            factor = factor / ((norm + 1e-6) / self.settings.clip).clamp(min=1.0)
-        if taken is not None:
-            factor = torch.where(taken, factor, 0.0)
-        return norm, factor, taken
-
-    def _sums(
-        self, holders: Collectives, parts: Sequence[Part]
-    ) -> tuple[list[Part], list[ParamState], list[int], Tensor]:
-        """What is summed over all rows, of the parameters that some ranks share.
-
-        Returns:
-            Those of the parts, the other parameters, and the sums of each part and of the others, by their lengths in one
-            tensor.
-        """
-        own = [part for part in parts if part.holders is holders]
-        dense = self._dense[holders]
-        sums = [part.over_all(part.measure()) for part in own]
-        sums.append(self._dense_square_norms(dense))
-        total = torch.cat([found.flatten() for found in sums])
-        if self._is_sharded_over(holders):
-            holders.all_reduce(total)
-        return own, dense, [found.numel() for found in sums], total
-
-    def _is_sharded_over(self, holders: Collectives) -> bool:
-        return self.settings.stage > 0 and holders.world > 1
-
-    def _dense_square_norms(self, dense: Sequence[ParamState]) -> Tensor:
-        """Squared norms of the shards of gradients without a matrix, in order; 0 for one that no backward has reached."""
-        there, own = [], []
-        for param_state in dense:
-            if (reduced := param_state.gradient.reduced) is not None:
-                there.append(param_state)
-                own.append(reduced[param_state.counted])
-        norms = torch._foreach_norm(own, dtype=torch.float32) if own else ()
-        found = [torch.stack(norms).square_()] if norms else []
-        found += self._host_square_norms(dense)
-        there += [p for p in dense if p.gradient.host is not None]
-        known = torch.cat(found) if found else torch.zeros(0, device=self._device)
-        return self._in_order(known, [p.name for p in there], [p.name for p in dense])
-
-    def _in_order(self, values: Tensor, names: Sequence[str], order: Sequence[str]) -> Tensor:
-        """Values of some names in the order of all, zeros for the others."""
-        if list(names) == list(order):
-            return values
-        place = {name: number for number, name in enumerate(order)}
-        index = device_table(tuple(place[name] for name in names), self._device)
-        return values.new_zeros(len(order)).index_copy_(0, index, values)
 
     # -- stacks -----------------------------------------------------------------------------------
 
@@ -231,7 +118,7 @@ class ZeroStep:
             if part.holders is holders
             for group in part.groups()
         ]
-        most = self.settings.gather_elements if self._is_sharded_over(holders) else 0
+        most = self.settings.gather_elements if self._zero.is_sharded_over(holders) else 0
         portion: list[Part | ParamState] = []
         alive = 0
         for _, unit in sorted(units, key=itemgetter(0)):
@@ -275,7 +162,7 @@ class ZeroStep:
         Weights in host memory are left to :meth:`finish`.
 
         Args:
-            parts: as there. factor, taken: of :meth:`decide`. step_count: number of steps begun, which keys random rounding.
+            parts: as there. factor, taken: of :meth:`Clipping.decide`. step_count: number of steps begun, which keys random rounding.
         """
         on_host = any(p.host is not None for p in self.param_states)
         host_factor = float(factor) if on_host else 0.0  # waits for the device, once
@@ -356,7 +243,7 @@ class ZeroStep:
             found[part] = part.stack.advance(part.parts, gradients, part.counted)
             del gradients
         limited = [part for part in parts if part.stack.limits]
-        if limited and self._is_sharded_over(limited[0].holders):
+        if limited and self._zero.is_sharded_over(limited[0].holders):
             of_all = [part.over_all(found[part][1]) for part in limited]
             total = torch.cat([own.flatten() for own in of_all])
             limited[0].holders.all_reduce(total)

@@ -14,11 +14,13 @@ from hmt_runs import settings_of
 from torch import Tensor
 
 from hmt_deepspeed.optim.rules.build import build_matrix
+from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.rules.side_by_side import stacked
-from hmt_deepspeed.optim.rules.stack import Change, Gradients, Stack, Stacks
+from hmt_deepspeed.optim.rules.stack import Gradients, Stack
+from hmt_deepspeed.optim.rules.stacks import Stacks
 
 CPU = torch.device("cpu")
 SHAPE, RANK, NAMES = (96, 72), 60, ("a", "b", "c")  # 72 x 60 moments are enough for INT8
