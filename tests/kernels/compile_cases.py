@@ -214,8 +214,14 @@ CASES = [
     fixed(
         "limit of growth",
         growth_limit._limit_growth_kernel,
-        "*fp32 *fp32 *fp32 *fp32 i32",
-        {"GROWTH": 1.01, "TINY": 1e-30, "BLOCK": growth_limit._BLOCK},
+        "*fp32 *fp32 *fp32 *fp32 *fp32 i32",
+        {
+            "GROWTH": 1.01,
+            "TINY": 1e-30,
+            "FIRST": False,
+            "SECOND": True,
+            "BLOCK": growth_limit._BLOCK,
+        },
     ),
     fixed(
         "normals",

@@ -1,12 +1,14 @@
 """Norms that grow too fast from step to step."""
 
+import itertools
+
 import pytest
 import torch
 from interpreted import run_interpreted
 
 from hmt_deepspeed.kernels.growth_limit import limit_growth_, limit_growth_reference_
 
-# norm, the one before, factor, limit
+# norm, the one before, scale, limit
 CASES = [
     (1.0, 1.0, 1.0, 1.0),
     (2.0, 1.0, 1.0, 0.505),
@@ -18,16 +20,15 @@ CASES = [
 ]
 
 
-def given():
-    norm, previous, factor, limit = torch.tensor(CASES).t().contiguous()
-    after = torch.where(factor != 0, norm * limit, previous)
-    return norm, previous, factor, limit, after
-
-
 def check(limit_growth, device="cpu"):
-    for times in (1, 80):  # of a program and more
-        norm, previous, factor, limit, after = (one.repeat(times).to(device) for one in given())
-        torch.testing.assert_close(limit_growth(norm, previous, factor), limit)
+    for times, of in itertools.product((1, 80), itertools.product((False, True), repeat=2)):
+        norm, previous, scale, limit = torch.tensor(CASES).t().repeat(1, times).to(device)
+        after = torch.where(scale != 0, norm * limit, previous)
+        expected = torch.stack([scale * limit if own else scale for own in of], dim=1)
+        previous, scale = previous.contiguous(), scale.contiguous()
+        found, scales = limit_growth(norm.square(), previous, scale, of)
+        torch.testing.assert_close(found, limit)
+        torch.testing.assert_close(scales, expected)
         torch.testing.assert_close(previous, after)
 
 
@@ -54,8 +55,8 @@ def test_growth_is_limited_step_by_step():
 
 
 @pytest.mark.parametrize(
-    "norm", [torch.ones(3), torch.ones(2).double(), torch.ones(4)[::2]], ids=str
+    "squares", [torch.ones(3), torch.ones(2).double(), torch.ones(4)[::2]], ids=str
 )
-def test_refuses(norm):
-    with pytest.raises(ValueError, match="norm must be contiguous fp32"):
-        limit_growth_(norm, torch.ones(2), torch.ones(2))
+def test_refuses(squares):
+    with pytest.raises(ValueError, match="squares must be contiguous fp32"):
+        limit_growth_(squares, torch.ones(2), torch.ones(2))

@@ -115,17 +115,17 @@ class ApolloStack(Stack):
     ) -> list[Change]:
         """The scale of a tensor, the norm-growth limiter on the whole update, and ``sqrt(scale)``."""
         moved, seen, square = sums.unbind(dim=1)
-        norm, scale = square.sqrt(), self.shared("taken") * self.first.scale**0.5
+        scale = self.shared("taken") * self.first.scale**0.5
         if self.first.per_tensor:
             ratio = moved.sqrt() / (seen.sqrt() + _EPS)
-            scale, norm = scale * ratio, norm * ratio
+            scale, square = scale * ratio, square * ratio.square()
         # As published, the norm is that of the step before Adam's bias correction.
-        correction = self["evidence"][:, 0].sqrt() / self["first_evidence"]
-        scale = scale * limit_growth_(norm / correction, self["limited_norm"], self.factor)
+        uncorrected = square * self["first_evidence"].square() / self["evidence"][:, 0]
+        known = uncorrected, self["limited_norm"], scale
+        _, scales = limit_growth_(*known, limited=(True, True))
         rows, self._rows = self._rows, None
         assert rows is not None
-        change = Change(joined(updates), torch.stack((scale, scale), dim=1), rows.times(scale))
-        return [change]
+        return [Change(joined(updates), scales, rows.times(scales[:, 0]))]
 
 
 class ApolloMatrix(MatrixRule):

@@ -114,8 +114,7 @@ class LowRankStack(ProjectedStack):
         self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor
     ) -> list[Change]:
         """Limit the residual's growth, given its squared norm over all rows, and apply ``scale``."""
-        limit = self.limited(sums)
-        scale = self.column_scale(self.shared("scale"), limit)
+        limit, scale = self._limited(sums)
         sizes = [part.size for part in parts]
         of_parts = zip(updates, scale.split(sizes), limit.split(sizes), strict=True)
         return [
@@ -124,9 +123,10 @@ class LowRankStack(ProjectedStack):
             if isinstance(part, LowRankStack)
         ]
 
-    def column_scale(self, taken: Tensor, limit: Tensor) -> Tensor:
-        """Of a change, B x 2: of a step that is taken the rule's scale, and the residual's limit."""
-        return torch.stack((taken, taken if self.takes_whole else taken * limit), dim=1)
+    @property
+    def limits_second(self) -> bool:
+        """Whether the limit is a factor on a change's second columns, the residual; else :meth:`changed` applies it."""
+        return not self.takes_whole
 
     def changed(self, update: Tensor, scale: Tensor, limit: Tensor) -> Change:
         """The change of a part."""
@@ -139,11 +139,13 @@ class LowRankStack(ProjectedStack):
         rows = ScaledRows([update], torch.ones_like(update[..., 0]))
         return Change(update[..., :0], scale, rows.times(scale[:, 0]))
 
-    def limited(self, sums: Tensor) -> Tensor:
-        """Factor on each matrix's residual that keeps its norm from growing too fast, (B,)."""
-        if not self.limits:
-            return torch.ones_like(self.factor)
-        return limit_growth_(sums[:, 0].sqrt(), self["limited_norm"], self.factor)
+    def _limited(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Factor on each matrix's residual that keeps its norm from growing too fast, (B,), and the scales of a change."""
+        scale = self.shared("scale")
+        if self.limits:
+            known = sums[:, 0], self["limited_norm"], scale
+            return limit_growth_(*known, limited=(False, self.limits_second))
+        return torch.ones_like(scale), torch.stack((scale, scale), dim=1)
 
 
 class LowRankMatrix(ProjectedMatrix):

@@ -99,8 +99,9 @@ class TwoSidedStack(LowRankStack):
     def limits(self) -> bool:
         return self.settings.residual == "probe"
 
-    def column_scale(self, taken: Tensor, limit: Tensor) -> Tensor:
-        return torch.stack((taken, taken), dim=1)
+    @property
+    def limits_second(self) -> bool:
+        return False  # the residual is in both
 
     def changed(self, update: Tensor, scale: Tensor, limit: Tensor) -> Change:
         update *= limit.view(-1, 1, 1)

@@ -63,7 +63,7 @@ class Clipping:
         """Estimated ``||G||`` over all parameters, the factor that unscales and clips, and whether the step is taken.
 
         Args:
-            parts: of :meth:`parts`. scale: what the losses were multiplied by. checked: whether gradients that are not finite skip
+            parts: of :meth:`ZeroStep.parts`. scale: what the losses were multiplied by. checked: whether gradients that are not finite skip
                 the step; not with experts that not all ranks hold, of which the host asks :meth:`overflow`.
 
         Returns:
