@@ -143,7 +143,7 @@ class LowRankStack(ProjectedStack):
         """Factor on each matrix's residual that keeps its norm from growing too fast, (B,), and the scales of a change."""
         scale = self.shared("scale")
         if self.limits:
-            known = sums[:, 0], self["limited_norm"], scale
+            known = sums[:, 0].contiguous(), self["limited_norm"], scale
             return limit_growth_(*known, limited=(False, self.limits_second))
         return torch.ones_like(scale), torch.stack((scale, scale), dim=1)
 
