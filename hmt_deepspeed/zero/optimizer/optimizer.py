@@ -307,8 +307,12 @@ class HMTZeroOptimizer(OptimizerInterface):
             self.zero_grad()
         self.zero.step_count += 1
         self._begin_window()
-        self.partitions.gather_persistent()
+        self._gather_persistent()
         self.communication_bytes = sum(c.reset_counter() for c in self.zero.holders)
+
+    def _gather_persistent(self) -> None:
+        self.overlap.finish_for(self.partitions.persistent)
+        self.partitions.gather_persistent()
 
     def _refresh(self, overflow: Tensor | None) -> bool:
         """Find the bases that are due, if ``overflow`` is 0 or None; whether the step is taken."""
@@ -382,7 +386,7 @@ class HMTZeroOptimizer(OptimizerInterface):
     def checkpoint_event_epilogue(self) -> None:
         """After saving or loading: persistent parameters of stage 3 whole again."""
         self.partitions.order_gathers()
-        self.partitions.gather_persistent()
+        self._gather_persistent()
 
     def forget_moved(self) -> None:
         """Give back the memory of states and bases that have moved elsewhere."""

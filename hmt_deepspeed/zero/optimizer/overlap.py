@@ -67,7 +67,7 @@ class Overlap:
         self.synchronize_copies: Callable[[], None] = lambda: None
         if kind == "forward":
             step.gathers_apart = True
-            self._gates = Gates(module, self._finish_for, step.finish, partitioned)
+            self._gates = Gates(module, self.finish_for, step.finish, partitioned)
         elif kind == "backward":
             for param_state in self._on_host.values():
                 if param_state.gradient.host is not None and param_state.weight.has_master:
@@ -138,7 +138,8 @@ class Overlap:
         param_state.host.step_early(factor, param_state.hyper())
         self._begun.append(param_state)
 
-    def _finish_for(self, params: Iterable[nn.Parameter]) -> None:
+    def finish_for(self, params: Iterable[nn.Parameter]) -> None:
+        """Finish updates of these weights, which somebody is about to read."""
         for param in params:
             param_state = self._on_host.get(param)
             if (

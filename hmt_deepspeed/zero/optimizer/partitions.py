@@ -58,11 +58,14 @@ class Partitions:
             self._coordinator.partition_all_parameters()
             release_buffers(self._module)
 
+    @property
+    def persistent(self) -> list[Any]:
+        """The parameters that stay whole between their uses."""
+        return [] if self._coordinator is None else self._coordinator.persistent_parameters
+
     def gather_persistent(self) -> None:
         """Gather the parameters that stay whole between their uses; those with equal shards lie side by side."""
-        if self._coordinator is None:
-            return
-        persistent = self._coordinator.persistent_parameters
+        persistent = self.persistent
         missing = [p for p in persistent if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if self._collectives.world == 1:
             if missing:
