@@ -340,18 +340,18 @@ def test_ranks_with_unequal_shards_take_the_same_portions_of_a_step(ranks: Ranks
 
 def rows_held(stage: int) -> list[tuple[int, int]]:
     """Elements of gradient rows that refreshed matrices of whole gradients keep, and of what holds them."""
-    from hmt_deepspeed.zero.optimizer.step import ZeroStep
+    from hmt_deepspeed.zero.optimizer.clipping import Clipping
 
     found = []
-    decide = ZeroStep.decide
+    decide = Clipping.decide
 
-    def watched(self: ZeroStep, *args: Any) -> Any:
-        low_rank = [e for e in self.param_states if e.matrix is not None]
+    def watched(self: Clipping, *args: Any) -> Any:
+        low_rank = [e for e in self._zero.param_states if e.matrix is not None]
         rows = [e.gradient.reduced for e in low_rank if e.gradient.reduced is not None]
         found.extend((part.numel(), part.untyped_storage().nbytes() // 4) for part in rows)
         return decide(self, *args)
 
-    ZeroStep.decide = watched  # type: ignore[method-assign]
+    Clipping.decide = watched  # type: ignore[method-assign]
     options = {**LOW_RANK, "residual": "full", "max_full_gradient_bytes": 10**7}
     train(make_engine(ds_config(stage, options)), 1)
     return found
