@@ -17,6 +17,7 @@ __all__ = [
     "field_of",
     "idle_elements",
     "meta_model",
+    "meta_twin",
     "model_class",
     "read_config",
 ]
@@ -160,6 +161,29 @@ def meta_model(config: Any, dtype: Any = None) -> Any:
         raise ValueError(
             f"transformers cannot build {built.__name__} from this config ({type(error).__name__}: {reason}). Correct "
             "the config."
+        ) from error
+
+
+def meta_twin(model: Any) -> Any:
+    """A model of the same class and config on the meta device, in training mode: none of the original's patches, its
+    parameters whole.
+
+    Raises:
+        ValueError: a class that its config alone does not build.
+    """
+    import copy
+
+    import torch
+
+    built: Any = type(model)
+    try:
+        with torch.device("meta"):  # not `_from_config`, which partitions where ZeRO-3 is announced
+            return built(copy.deepcopy(model.config)).train()
+    except Exception as error:  # whatever a model's constructor stops at
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        raise ValueError(
+            f"{built.__name__} cannot be built from its config alone ({type(error).__name__}: {reason}); legal: a model "
+            "of transformers as its class makes it."
         ) from error
 
 

@@ -51,6 +51,29 @@ def tiny_llama(layers: int = 2, seed: int = 0, **changes: Any) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def tiny_mixtral(layers: int = 2, **changes: Any) -> nn.Module:
+    """Four experts, two for each token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 28,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "use_cache": False,
+            **changes,
+        }
+    )
+    torch.manual_seed(0)
+    return MixtralForCausalLM(config)
+
+
 def ds_config(
     stage: int, options: dict[str, Any] | None = None, gas: int = 1, **changes: Any
 ) -> dict[str, Any]:

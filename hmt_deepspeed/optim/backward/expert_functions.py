@@ -186,7 +186,9 @@ class _DownFunction(torch.autograd.Function):
         grad = grad.to(weight.dtype)
         delta = grad if scales is None else rows.of_tokens(grad)
         asked = _is_asked(ctx)
-        h: Any = ctx.gate(z) if asked or needs[3] else None
+        # modules of the gate have hooks (FlopCounterMode's) that stop at a tensor with a graph where none is built
+        inner = z if torch.is_grad_enabled() else z.detach()
+        h: Any = ctx.gate(inner) if asked or needs[3] else None
         if asked:
             _add_of_down(ctx, rows, h, grad, delta, scales)
         dh = ds = db = None

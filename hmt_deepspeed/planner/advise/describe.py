@@ -12,7 +12,7 @@ from hmt_deepspeed.planner.run.loads import MEMORIES
 from hmt_deepspeed.planner.solve.cost import RESOURCES, Estimate
 from hmt_deepspeed.planner.solve.plan import Plan
 
-__all__ = ["describe", "describe_plan"]
+__all__ = ["describe", "describe_plan", "rough_estimates"]
 
 _GIB = 2**30
 _WIDTH = 80
@@ -29,7 +29,7 @@ def describe(advice: Advice) -> str:
         f"{request.shape.family}, {num_parameters(request.shape):,} parameters{_active(request.shape)}",
         f"on {request.machine.name} with {gpus}: micro-batch {request.micro_batch} x "
         f"{request.seq_length:,} tokens, accumulation {request.accumulation}",
-        *_coarse(request.shape),
+        *rough_estimates(request.shape),
     ]
     lines = [*map(_wrapped, lines), "", *_setups(advice.answers), ""]
     if best.plan is None:
@@ -117,8 +117,8 @@ _ABOVE_PEAK = (
 )
 
 
-def _coarse(shape: ModelShape) -> list[str]:
-    """Lines about rough estimates."""
+def rough_estimates(shape: ModelShape) -> list[str]:
+    """Lines about them, of an architecture without a row; none of one with a row."""
     if not isinstance(shape, ListedShape):
         return []
     head = "no row for this architecture: read from the model itself. Parameters and states are exact; rough are"

@@ -81,6 +81,17 @@ class Product:
             return self.experts.is_routed and self.name not in freed
         return self.place in ("qkv", "up", "experts", "router", "other")
 
+    def images(self, own: bool) -> float:
+        """Rows ``x [Q | P]`` of one token that experts compute: one, or each of those that compute it theirs.
+
+        Args:
+            own: each has a basis of its own. Llama-4's read rows of their own in any case.
+        """
+        assert self.linear is not None
+        assert self.linear.experts is not None
+        by_row = own or not self.linear.experts.is_routed
+        return self.elements / self.linear.elements if by_row else 1.0
+
     @property
     def role(self) -> Role | None:
         """As a decoder's linear has one."""
@@ -185,6 +196,17 @@ class ListedShape(ModelShape):
     eager: bool = False
     active: int = 0
     coarse: tuple[str, ...] = ()
+
+    @property
+    def experts(self) -> dict[str, Product]:
+        """Products of mixtures' experts whose backward can be projected, by the name of their weight, ``*`` for a layer's
+        number."""
+        return {
+            f"{self.names.layer}.{product.linear.weight}": product
+            for group in self.groups
+            for product in group.tokens.products
+            if product.linear is not None and product.experts is not None
+        }
 
     @property
     def listed(self) -> tuple[Parameter, ...]:

@@ -41,6 +41,7 @@ class _Given:
     micro_batch: int
     seq_length: int
     itemsize: int
+    eager: bool
     projected: Projected | None
 
     def count(self, length: Length) -> int:
@@ -48,14 +49,18 @@ class _Given:
         return self.micro_batch * length.of(self.seq_length)
 
     def attention_flops(self, work: Tokens, length: Length, whole: bool = False) -> int:
-        """Attention FLOPs of a forward; ``whole``: of all pairs, as MFU counts them."""
+        """Attention FLOPs of a forward; ``whole``: of all pairs, as MFU counts them and eager attention computes them."""
         queries = length.of(self.seq_length)
         return sum(
-            replace(op, causal=op.causal and not whole).flops(
+            replace(op, causal=op.causal and not (whole or self.eager)).flops(
                 self.micro_batch, queries, self._keys(op, queries)
             )
             for op in work.attentions
         )
+
+    def attention_backward(self, forward: int) -> int:
+        """Attention FLOPs of a backward: four products to a forward's two, and that of the scores again of the fused op."""
+        return 2 * forward if self.eager else 5 * forward // 2
 
     def saved(self, work: Tokens, length: Length, freed: frozenset[str] = frozenset()) -> int:
         """Bytes that autograd saves.
@@ -67,13 +72,13 @@ class _Given:
         channels = work.activations + work.norms + work.centred_norms
         for product in work.products:
             # what attention puts out, the fused op keeps too
-            is_kept = product.name not in freed or (product.place == "out" and not self.shape.eager)
+            is_kept = product.name not in freed or (product.place == "out" and not self.eager)
             channels += product.inputs if is_kept and not product.shares_input else 0
             channels += product.outputs if product.keeps_output(freed) else 0
         nbytes = channels * self.itemsize + FP32 * work.norms
         for op in work.attentions:
             scores = self._keys(op, queries) * (FP32 + self.itemsize)
-            nbytes += op.heads * (scores if self.shape.eager else FP32)
+            nbytes += op.heads * (scores if self.eager else FP32)
         return round(self.micro_batch * queries * nbytes)
 
     def _keys(self, op: AttentionOp, queries: int) -> int:
@@ -85,44 +90,50 @@ def workload_of(
     *,
     micro_batch: int,
     seq_length: int,
+    itemsize: int = 2,
     attention: Attention = "fused",
     projected: Projected | None = None,
 ) -> Workload:
-    """As :func:`~hmt_deepspeed.planner.model.workload.build_workload` in 16 bits, of a listed model too."""
+    """As :func:`~hmt_deepspeed.planner.model.workload.build_workload`, of a listed model too."""
     if not isinstance(shape, ListedShape):
         return build_workload(
             shape,
             micro_batch=micro_batch,
             seq_length=seq_length,
+            itemsize=itemsize,
             attention=attention,
             projected=projected,
         )
     check_sizes(shape, micro_batch, seq_length)
-    given = _Given(shape, micro_batch, seq_length, 2, projected)
-    groups = [
-        (group, numbers)
-        for group in shape.groups
-        for numbers in _parted(
-            group.numbers
-        )  # what enters the first layer is a component of its own
-    ]
+    eager = shape.eager or attention == "eager"
+    given = _Given(shape, micro_batch, seq_length, itemsize, eager, projected)
     return Workload(
         shape=shape,
         micro_batch=micro_batch,
         seq_length=seq_length,
         itemsize=given.itemsize,
-        attention="eager" if shape.eager else "fused",
+        attention="eager" if eager else "fused",
         projected=projected,
-        layers=tuple(_layer(given, group, numbers) for group, numbers in groups),
+        layers=tuple(
+            _layer(replace(given, projected=own), group, numbers)
+            for group in shape.groups
+            for own, numbers in _parted(given, group.numbers)
+        ),
         head=_head(given),
         shared_bytes=sum(given.saved(part.tokens, part.length) for part in shape.parts),
     )
 
 
-def _parted(numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-    if numbers[0] != 0 or len(numbers) == 1:
-        return [numbers]
-    return [numbers[:1], numbers[1:]]
+def _parted(
+    given: _Given, numbers: tuple[int, ...]
+) -> list[tuple[Projected | None, tuple[int, ...]]]:
+    """Layers that are projected alike; what enters the first of all is a component of its own."""
+    found: dict[tuple[bool, Projected | None], list[int]] = {}
+    for number in numbers:
+        projected = given.projected
+        own = None if projected is None else projected.at_layer(number, given.shape.names)
+        found.setdefault((number == 0, own), []).append(number)
+    return [(own, tuple(alike)) for (_, own), alike in found.items()]
 
 
 @dataclass
@@ -175,8 +186,7 @@ def _project_experts(
     found.gradient_flops += 2 * times * rows * width
     found.largest = max(found.largest, linear.count * rows * width)
     found.freed |= {product.name}
-    assert linear.experts is not None
-    images = times if own or not linear.experts.is_routed else 1.0
+    images = product.images(own)
     if linear.role == "up":
         found.flops += 2 * images * linear.inputs * width
         found.columns += images * width
@@ -205,7 +215,9 @@ def _layer(given: _Given, group: LayerGroup, numbers: tuple[int, ...]) -> Layer:
         sites=tuple(_sites(given, work, numbers, tokens, saved, columns, projection)),
         forward_flops=forward + attention,
         projection_flops=round(tokens * projection.flops),
-        backward_flops=forward + round(tokens * projection.gradient_flops) + 5 * attention // 2,
+        backward_flops=forward
+        + round(tokens * projection.gradient_flops)
+        + given.attention_backward(attention),
         model_flops=3 * (useful + given.attention_flops(work, length, whole=True)),
         parameters=sum(parameter.numel for parameter in group.parameters),
         freed_inputs=freed,
@@ -269,7 +281,7 @@ def _sites(
             read = tuple(row[0] for row in rows)
             rows += [("projected_inputs", "projected_inputs", columns, projection.flops, read)]
     heads = sum(op.heads for op in work.attentions if op.is_known)
-    beside = {"attention_output": 0 if shape.eager else heads * FP32}
+    beside = {"attention_output": 0 if given.eager else heads * FP32}
     if shape.is_managed:  # outputs that no choice is known for
         beside["layer_input"] = work.outputs("other") * given.itemsize
     row_count = {"experts": tokens * _experts_of_a_token(work)}  # pairs of a token and an expert
@@ -337,7 +349,7 @@ def _head(given: _Given) -> Head:
             for name, component in inputs
         ),
         forward_flops=products + attention,
-        backward_flops=2 * products + 5 * attention // 2,
+        backward_flops=2 * products + given.attention_backward(attention),
         # the logits, and in fp32 their log-softmax, its gradient and theirs
         logits_bytes=tokens * vocab * (given.itemsize + 3 * FP32),
         saved_bytes=tokens * (vocab * FP32 + 2 * shape.hidden * given.itemsize),

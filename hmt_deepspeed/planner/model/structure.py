@@ -50,16 +50,21 @@ _PLACES: dict[str | None, Place] = {
 }
 
 
-def listed_shape(model: nn.Module) -> ListedShape:
-    """The shape of any model of transformers, on the meta device."""
-    return _Reader(model).shape()
+def listed_shape(model: nn.Module, built: nn.Module | None = None) -> ListedShape:
+    """The shape of any model of transformers, on the meta device.
+
+    Args:
+        built: the same model as it trains, patched and partitioned; which of its parameters are trained, and of which
+            experts a backward can be projected, is asked of it.
+    """
+    return _Reader(model, model if built is None else built).shape()
 
 
 class _Reader:
     """One model, while it is read."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, built: nn.Module) -> None:
+        self.model, self.built = model, built
         self.config: Any = model.config
         self.sizes = Sizes(model)
         self.reader = TokenReader(self.sizes, self._components, self.experts)
@@ -99,6 +104,9 @@ class _Reader:
     def shape(self) -> ListedShape:
         model, kinds = self.model, self._kinds()
         named = dict(model.named_parameters())
+        for name, parameter in self.built.named_parameters():
+            if name in named:
+                named[name].requires_grad_(parameter.requires_grad)
         inside = f"{self.stack}." if self.stack else "\0"
         outside = [
             _parameter(n, p, kinds[n], self.experts.get(n))
@@ -124,7 +132,7 @@ class _Reader:
             heads=heads,
             kv_heads=heads,
             head_dim=max(1, width // heads),
-            intermediate=max(1, groups[-1].tokens.outputs("up")),
+            intermediate=_intermediate(groups[-1].tokens),
             vocab=int(rows.shape[0]) if rows is not None else size_of(text, "vocab_size", 1),
             names=Names(f"{self.stack}.*" if self.stack else "\0", "", "", (), "", (), "", ()),
             positions=positions,
@@ -160,7 +168,7 @@ class _Reader:
     @cached_property
     def experts(self) -> dict[str, ExpertWeight]:
         """Weights of mixtures' experts, by name, of which the optimizer knows how they are computed."""
-        known = {name for name, site in expert_sites(self.model).items() if not site.reason}
+        known = {name for name, site in expert_sites(self.built).items() if not site.reason}
         return {
             f"{name}.{key}": weight
             for name, module in self.model.named_modules()
@@ -306,6 +314,12 @@ def _parameter(
 ) -> Parameter:
     shape = tuple(parameter.shape)
     return Parameter(name, shape, kind, trained=parameter.requires_grad, experts=experts)
+
+
+def _intermediate(work: Tokens) -> int:
+    """Channels within the MLP, or within one expert of a layer that has no other."""
+    experts = [p.linear.outputs for p in work.products if p.linear and p.role == "up"]
+    return max(1, work.outputs("up") or max(experts, default=1))
 
 
 def _joined(a: Tokens, b: Tokens) -> Tokens:

@@ -22,13 +22,13 @@ def computed_flops(engine: Engine, micro_batch: int, seq_length: int) -> float |
         micro_batch, seq_length: of this rank's forwards.
 
     Returns:
-        None for models and ``module_rules`` that the planner does not know, and for FPDT's chunks.
+        None for ``module_rules`` and models that the planner does not know, and for FPDT's chunks.
     """
     if engine.hmt_fpdt is not None:
         return None
     try:
         facts = engine.run_facts(HMTConfig())
-    except ValueError:  # an unknown family
+    except ValueError:  # without a config, or not built from it alone
         return None
     if engine.hmt_enabled and has_other_rules(engine.optimizer.zero.options):
         return None

@@ -243,8 +243,9 @@ class HMTEngine(TrainingEngine):
         facts = self.run_facts(hmt)
         given: dict[str, Any] = {}
         if self.hmt_enabled:
-            layer = facts.shape.names.layer
-            given["refreshing_columns"] = lambda: refreshing_columns(self.optimizer.zero, layer)
+            given["refreshing_columns"] = lambda: refreshing_columns(
+                self.optimizer.zero, facts.shape
+            )
         if facts.rank_is_chosen:
             given["found_ranks"] = RankWatch(self.optimizer.zero, facts.shape.names.layer).news
         return RunPlanner(

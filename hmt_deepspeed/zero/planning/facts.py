@@ -16,9 +16,10 @@ from hmt_deepspeed.memory.available import free_host_memory
 from hmt_deepspeed.optim.bases.rank import SIDE_SHARES
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.planner.hardware import Machine
-from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.model.listed import ListedShape
+from hmt_deepspeed.planner.model.listed_workload import workload_of
 from hmt_deepspeed.planner.model.shapes import ModelShape, by_layer
-from hmt_deepspeed.planner.model.workload import Workload, build_workload
+from hmt_deepspeed.planner.model.workload import Workload
 from hmt_deepspeed.planner.run.host import CachedBases, cached_bases
 from hmt_deepspeed.planner.run.loads import static_bytes
 from hmt_deepspeed.planner.run.memory import (
@@ -31,6 +32,7 @@ from hmt_deepspeed.planner.run.offloaded import offloaded_states
 from hmt_deepspeed.planner.run.problem import Problem, RunSetup, make_problem
 from hmt_deepspeed.rules import DENSE, rule_of
 from hmt_deepspeed.zero.planning.memory import engine_memory
+from hmt_deepspeed.zero.planning.model_shape import shape_of_model
 from hmt_deepspeed.zero.settings import CacheSettings, HostSettings
 from hmt_deepspeed.zero.state import ZeroState
 
@@ -94,7 +96,7 @@ class RunFacts:
         Args:
             micro_batch: sequences. seq_length: tokens of each.
         """
-        return build_workload(
+        return workload_of(
             self.shape,
             micro_batch=micro_batch,
             seq_length=seq_length,
@@ -148,7 +150,7 @@ def run_facts(
     Raises:
         ValueError: a model whose saved tensors are not known; activations and states on unlike disks.
     """
-    config, shape = _shape_of(engine.module)
+    config, shape = shape_of_model(engine.module)
     dtypes = engine.get_data_types()
     itemsize, gradient_itemsize = (torch.empty(0, dtype=dtype).element_size() for dtype in dtypes)
     overlap: Any = "none" if host is None else host.overlap
@@ -180,28 +182,6 @@ def run_facts(
         rank_is_chosen=options is not None and options["rank"] == "auto",
         ssd_folder=ssd_folder(hmt.activations.nvme_path, None if ssd is None else ssd.path),
     )
-
-
-def _shape_of(module: Any) -> tuple[Any, ModelShape]:
-    """A model's config and its shape.
-
-    Raises:
-        ValueError: it has no config, or the planner does not know it.
-    """
-    config = getattr(module, "config", None)
-    if config is None:
-        raise ValueError(
-            f"{type(module).__name__} has no config to plan by; legal: a model of transformers. Write "
-            'out what is "plan" or "auto" in the hmt block.'
-        )
-    try:
-        shape = shape_of_config(config)
-    except ValueError as error:
-        raise ValueError(
-            f'The planner does not know the model: {error} Or write out what is "plan" or "auto" in the hmt '
-            "block."
-        ) from error
-    return config, shape
 
 
 def ssd_folder(of_activations: str | None, of_states: str | None) -> str | None:
@@ -279,23 +259,32 @@ def optimizer_mode(options: Mapping[str, Any] | None) -> OptimizerMode:
     )
 
 
-def refreshing_columns(zero: ZeroState, layer_path: str) -> dict[int, int]:
+def refreshing_columns(zero: ZeroState, shape: ModelShape) -> dict[int, int]:
     """Columns of ``X [Q | P]``, by layer, that no linear forms in this accumulation window, because their matrices refresh.
 
     Args:
-        zero: states of the optimizer. layer_path: of a layer in the model, ``*`` for its number.
+        zero: states of the optimizer. shape: of the model.
     """
+    experts = shape.experts if isinstance(shape, ListedShape) else {}
     widths = {  # by owner, since matrices that share columns have one product
-        p.matrix.columns.owner: (p.name, p.matrix.width)
+        p.matrix.columns.owner: (p.name, p.matrix)
         for p in zero.low_rank
         if isinstance(p.matrix, ProjectedMatrix)
-        if p.gradient.refreshing and p.gradient.linear is not None
-        if not (p.matrix.transposed or p.matrix.takes_whole)
+        if p.gradient.refreshing and p.gradient.linear is not None and not p.matrix.takes_whole
+        if p.matrix.count > 1 or not p.matrix.transposed
     }
     by_name = dict(widths.values())
+
+    def columns(starred: str, matrix: ProjectedMatrix) -> int:
+        if matrix.count == 1:
+            return matrix.width
+        product = experts.get(starred)  # down projections save none
+        rows = product.images(matrix.own_bases) if product and product.role == "up" else 0
+        return round(rows * matrix.width)
+
     return {
-        layer: sum(by_name[name] for name in names.values())
-        for layer, names in by_layer(layer_path, by_name).items()
+        layer: sum(columns(starred, by_name[name]) for starred, name in names.items())
+        for layer, names in by_layer(shape.names.layer, by_name).items()
     }
 
 

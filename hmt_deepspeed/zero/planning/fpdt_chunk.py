@@ -9,6 +9,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from hmt_deepspeed.config import FpdtConfig
+from hmt_deepspeed.fpdt.refusals import chunked_family
+from hmt_deepspeed.planner.model.listed import ListedShape
 from hmt_deepspeed.planner.run.fpdt import fpdt_bytes, fpdt_chunk_size
 from hmt_deepspeed.report.metrics import format_bytes
 from hmt_deepspeed.zero.planning.facts import KEPT_FREE, RunFacts, bytes_at_rest, device_capacity
@@ -22,9 +24,15 @@ def with_chunk_size(config: FpdtConfig, facts: RunFacts, engine: Any) -> FpdtCon
     Planned for are the engine's micro-batch and as many tokens as the model has positions for.
 
     Raises:
-        ValueError: not even the smallest chunks fit.
+        ValueError: not even the smallest chunks fit; a model that FPDT does not know; a mixture of experts.
     """
+    chunked_family(engine.module)
     shape, length = facts.shape, int(engine.module.config.max_position_embeddings)
+    if isinstance(shape, ListedShape):
+        raise ValueError(
+            f'hmt.fpdt.chunk_size is "auto"; legal for a model of type {shape.family!r}: an integer >= 1, since what its '
+            "experts take in chunks is not planned. Give the tokens of a chunk."
+        )
     taken, capacity = device_capacity(get_accelerator())
     budget = int((1 - KEPT_FREE) * capacity) - max(taken, bytes_at_rest(facts))
     held = engine.hmt_activations

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hmt_deepspeed.config import ActivationsConfig, HMTConfig
 from hmt_deepspeed.config.activations import Policy, PolicyOverride
 from hmt_deepspeed.planner.advise.compare import Busy, Comparison
-from hmt_deepspeed.planner.advise.describe import describe_plan
+from hmt_deepspeed.planner.advise.describe import describe_plan, rough_estimates
 from hmt_deepspeed.planner.hardware import Machine, machine_from_json
 from hmt_deepspeed.planner.run.memory import MemoryBudget
 from hmt_deepspeed.planner.run.problem import Problem
@@ -331,10 +331,11 @@ class RunPlanner:
         title = f"hmt: plan for micro-batches of {plan.micro_batch} x {plan.seq_length} tokens"
         if self.problem is None:
             return f"{title}, from {self._hmt.planner.plan}"
-        found = estimate(self.problem, plan)
+        found, rough = estimate(self.problem, plan), rough_estimates(self.facts.shape)
         took = "" if self.profile_seconds is None else f"profiled in {self.profile_seconds:.2g} s, "
         lines = [
             f"{title} on {self.problem.machine.name}, {took}planned in {self.planning_seconds:.2g} s",
+            *["\n".join(rough)] * bool(rough),
             describe_plan(plan, found),
             *([self._why_again] if self._why_again else []),
             *([self._ranks.describe()] if self._ranks else []),

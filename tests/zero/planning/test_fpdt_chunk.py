@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from harness import Ranks
-from training import GLOBAL_BATCH, ds_config, make_engine, tiny_llama
+from training import GLOBAL_BATCH, ds_config, make_engine, tiny_llama, tiny_mixtral
 
 POSITIONS, AT_REST, ROOM = 4096, 5000, 40 * 10**6
 
@@ -52,3 +53,16 @@ def test_the_chunk_follows_from_the_fullest_rank(ranks: Ranks) -> None:
     assert first["length"] == POSITIONS
     assert first["sizes"]["micro_batch"] == GLOBAL_BATCH // 2
     assert first["sizes"]["itemsize"] == 4
+
+
+def refused() -> str:
+    config = ds_config(2)
+    config["hmt"]["fpdt"] = {"chunk_size": "auto"}
+    with pytest.raises(ValueError, match="chunk_size") as caught:
+        make_engine(config, tiny_mixtral())
+    return str(caught.value)
+
+
+def test_chunks_of_a_mixture_are_not_planned(ranks: Ranks) -> None:
+    (said,) = ranks.run(refused, 1)
+    assert "hmt.fpdt.chunk_size is \"auto\"; legal for a model of type 'mixtral'" in said
