@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.config.own_rank import own_rank
 from hmt_deepspeed.config.probes import auto_probes
 from hmt_deepspeed.kernels.noise import Stream, base_keys, step_keys
 from hmt_deepspeed.kernels.precision import fp32_products
@@ -28,7 +29,6 @@ from hmt_deepspeed.optim.rules.columns import Columns
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.moments import Recalled
 from hmt_deepspeed.optim.rules.state import KeptStates
-from hmt_deepspeed.rules import MULTIPLE
 
 __all__ = [
     "ProjectedMatrix",
@@ -132,16 +132,8 @@ class ProjectedMatrix(MatrixRule):
     def own_rank(self, rank: int) -> int:
         """Rank of bases of the experts' own, on the other side, that take with their moments at most the bytes of one
         shared basis of ``rank`` with its; at least 1."""
-        rows, columns = reversed(self.shape)
-        kept = [s for s in self.settings.rule.states if s.in_budget and s.stored != "model"]
-        bound = self.moment_bytes_at(rank) + self.basis_bytes_at(rank)
-
-        def fits(own: int) -> bool:
-            moments = sum(state.nbytes(rows, columns, own, self.state_dtype) for state in kept)
-            return self.count * (moments + columns * own * self.dtype.itemsize) <= bound
-
-        legal = [*range(2, MULTIPLE), *range(MULTIPLE, min(self.shape) + 1, MULTIPLE)]
-        return max(filter(fits, legal), default=1)
+        stored = self.state_dtype, self.dtype.itemsize
+        return own_rank(self.settings.rule, rank, *self.shape, self.count, *stored)
 
     def decide(self, own_bases: bool, held_rows: tuple[int, int] | None = None) -> None:
         """Keep one basis, or have each expert start anew with one of its own, on the other side, at the bytes that the

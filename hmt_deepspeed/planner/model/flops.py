@@ -48,7 +48,8 @@ class Projected:
         shared: linears that read one input share one basis.
         whole_at_full: where the basis would span all columns, backward is the ordinary one.
         target_modules, adamw_modules: which linears, see :func:`~hmt_deepspeed.planner.model.shapes.is_selected`.
-        expert_basis: of a mixture's experts.
+        expert_basis: of a mixture's experts; own: names of weights whose experts have chosen bases of their own, ``*`` for
+            a layer's number, or the number of one that differs.
         others: (name, r, k) of the weights that have others; ``*`` for a layer's number, or the number of one
             whose weight has its own.
     """
@@ -63,6 +64,7 @@ class Projected:
     target_modules: tuple[str, ...] | Literal["all"] | None = None
     adamw_modules: tuple[str, ...] = ()
     expert_basis: ExpertBasis = "auto"
+    own: tuple[str, ...] = ()
     others: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -73,12 +75,19 @@ class Projected:
     def at_layer(self, number: int, names: Names) -> Projected:
         """As layer ``number`` has it, by names with ``*``."""
         by_name = {name: (rank, probes) for name, rank, probes in self.others}
-        own = by_layer(names.layer, by_name).get(number)
-        if own is None:
+        of_layer = by_layer(names.layer, [*by_name, *self.own]).get(number)
+        if of_layer is None:
             return self
         kept = {name: given for name, given in by_name.items() if "*" in name}
-        kept |= {starred: by_name[name] for starred, name in own.items()}
-        return replace(self, others=tuple((name, *given) for name, given in kept.items()))
+        kept |= {starred: by_name[name] for starred, name in of_layer.items() if name in by_name}
+        own = {name for name in self.own if "*" in name}
+        own |= {starred for starred, name in of_layer.items() if name in self.own}
+        others = tuple((name, *given) for name, given in kept.items())
+        return replace(self, others=others, own=tuple(sorted(own)))
+
+    def has_own_bases(self, linear: Linear, names: Names) -> bool:
+        """Whether each of a weight's experts has a basis of its own."""
+        return self.expert_basis == "own" or _weight(linear, names) in self.own
 
     def side_of(self, linear: Linear, names: Names) -> Literal["right", "left"] | None:
         """The projected side of one linear, None for neither."""
@@ -86,7 +95,8 @@ class Projected:
             return None
         side = self.side
         if linear.experts is not None:
-            side = "right" if on_inputs(linear.experts, self.expert_basis) else "left"
+            on_its_inputs = linear.experts.role == "up" or self.has_own_bases(linear, names)
+            side = "right" if on_its_inputs else "left"
         elif side == "auto":
             side = "left" if linear.outputs < linear.inputs else "right"
         rank, _ = self._rank_and_probes(linear, names)

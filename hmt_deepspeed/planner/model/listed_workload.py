@@ -159,7 +159,8 @@ def _projection(given: _Given, work: Tokens) -> _Projection:
             continue
         width, times = projected.width(linear, side, names), product.elements / linear.elements
         if linear.experts is not None:
-            _project_experts(found, product, linear, width, times, projected.expert_basis == "own")
+            own = projected.has_own_bases(linear, names)
+            _project_experts(found, product, linear, width, times, own)
             continue
         if side == "left":
             found.gradient_flops += 2 * times * width * (linear.inputs + linear.outputs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, cast, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 from hmt_deepspeed.config.optimizer import (
     ExpertBasis,
@@ -13,6 +14,7 @@ from hmt_deepspeed.config.optimizer import (
     SecondMoment,
     StateDtype,
 )
+from hmt_deepspeed.config.own_rank import own_rank
 from hmt_deepspeed.planner.model.flops import (
     Projected,
     check_probes,
@@ -29,6 +31,8 @@ from hmt_deepspeed.planner.model.shapes import (
 from hmt_deepspeed.rules import DEFAULT, Rule, methods, rule_of
 
 __all__ = ["REPLICATED", "OptimizerMode", "Sharding", "StateDtype"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,8 @@ class OptimizerMode:
             :func:`~hmt_deepspeed.planner.model.shapes.is_selected`.
         projected_backward: of linears that can have it. redrawn: bases are redrawn from a seed, not stored.
         share_basis: one basis for the linears that read one input.
-        expert_basis: of a mixture's experts; "auto" is planned for as "shared", since bases of their own, where those
-            are taken, have a rank at which moments and bases take no more bytes.
+        expert_basis: of a mixture's experts; of "auto" see :meth:`basis_of`.
+        decided: (name, what was decided) of the weights of experts that have chosen; names as in ``ranks``.
         max_full_gradient_bytes: None for "auto".
         on_gpu: the device is a GPU, where "auto" probes are as many as its tensor cores want.
         host_is_ours: HMT's engine keeps what ``offload_optimizer`` takes (``offloaded.py``); fp32 weights then
@@ -95,6 +99,7 @@ class OptimizerMode:
     redrawn: bool = False
     share_basis: bool = False
     expert_basis: ExpertBasis = "auto"
+    decided: tuple[tuple[str, ExpertBasis], ...] = ()
     ranks: tuple[tuple[str, int], ...] = ()
     max_full_gradient_bytes: int | None = None
     on_gpu: bool = True
@@ -149,7 +154,7 @@ class OptimizerMode:
         m, n = parameter.shape[-2:]
         experts = parameter.experts
         if experts is not None and self.rule.side == "chosen":
-            return on_inputs(experts, self.expert_basis) == experts.is_transposed
+            return on_inputs(experts, self.basis_of(parameter)) == experts.is_transposed
         return self.rule.transposes(self.projection, m, n)
 
     def oriented(self, parameter: Parameter) -> tuple[int, int]:
@@ -173,9 +178,31 @@ class OptimizerMode:
         """Whether there are no bases that stay although they span everything: a core, or drawn from a seed."""
         return self.rule.becomes_dense and not self.redrawn
 
+    def basis_of(self, parameter: Parameter) -> ExpertBasis:
+        """Bases of a weight's matrices: of experts ``auto`` until down projections, which alone have a choice, have chosen."""
+        experts = parameter.experts
+        if experts is None:
+            return "shared"
+        if self.expert_basis != "auto":
+            return self.expert_basis
+        if experts.role == "up" or self.rule.side != "chosen" or not self.finds_bases:
+            return "shared"
+        return dict(self.decided).get(parameter.name, "auto")
+
+    def with_own_bases(self, parameter: Parameter, itemsize: int) -> OptimizerMode:
+        """The mode of experts that share a basis, once they have decided for bases of their own.
+
+        Args:
+            itemsize: bytes of an element of bases.
+        """
+        rank, dtype = self.rank_of(parameter), self.states_dtype(parameter)
+        sizes = (*self.oriented(parameter), parameter.num_matrices)
+        own = own_rank(self.rule, rank, *sizes, dtype, itemsize)
+        return replace(self, expert_basis="own", ranks=((parameter.name, own),))
+
     def num_bases(self, parameter: Parameter) -> int:
         """Bases of a low-rank matrix: of experts one, or one of each."""
-        return parameter.num_matrices if self.expert_basis == "own" else 1
+        return parameter.num_matrices if self.basis_of(parameter) == "own" else 1
 
     def is_full(self, parameter: Parameter) -> bool:
         """Whether a low-rank matrix's basis would span everything: once it is found, plain AdamW takes its place."""
@@ -198,6 +225,7 @@ class OptimizerMode:
             shared=self.share_basis,
             whole_at_full=self.can_be_full,
             expert_basis=self.expert_basis,
+            own=tuple(name for name, basis in self.decided if basis == "own"),
             target_modules=self.target_modules,
             adamw_modules=self.adamw_modules,
             others=tuple((name, rank, self.probes_at(rank)) for name, rank in self.ranks),
@@ -205,19 +233,22 @@ class OptimizerMode:
 
     def by_layers(self, shape: ModelShape) -> list[tuple[OptimizerMode, int]]:
         """Modes whose ``ranks`` have no layer's number in a name, and how many layers are of each."""
-        given = dict(self.ranks)
-        own = by_layer(shape.names.layer, given)
+        ranks, decided = dict(self.ranks), dict(self.decided)
+        own = by_layer(shape.names.layer, ranks | decided)
         if not own:
             return [(self, shape.layers)]
         numbered = {name for names in own.values() for name in names.values()}
-        shared = {name: rank for name, rank in given.items() if name not in numbered}
-        ranks = [
-            shared | {starred: given[name] for starred, name in names.items()}
-            for names in own.values()
-        ]
-        found = [(replace(self, ranks=tuple(each.items())), 1) for each in ranks]
+
+        def of(names: Mapping[str, str]) -> OptimizerMode:
+            """The mode of one layer, given its own names by those with ``*``."""
+            return replace(
+                self,
+                ranks=_of_layer(ranks, names, numbered),
+                decided=_of_layer(decided, names, numbered),
+            )
+
         others = shape.layers - len(own)
-        return [(replace(self, ranks=tuple(shared.items())), others)] * bool(others) + found
+        return [(of({}), others)] * bool(others) + [(of(names), 1) for names in own.values()]
 
     def rank_of(self, parameter: Parameter) -> int:
         """r of a low-rank matrix: its own, or that of all as far as the smaller side has it."""
@@ -236,6 +267,15 @@ class OptimizerMode:
     def probes_at(self, rank: int) -> int:
         """See :func:`~hmt_deepspeed.planner.model.flops.probes_at`."""
         return probes_at(rank, self.probes, self.residual, self.on_gpu)
+
+
+def _of_layer(
+    given: Mapping[str, T], names: Mapping[str, str], numbered: Set[str]
+) -> tuple[tuple[str, T], ...]:
+    """What is given by name, as one layer has it: its own under names with ``*``, and what no other layer has alone."""
+    kept = {name: value for name, value in given.items() if name not in numbered}
+    own = {starred: given[name] for starred, name in names.items() if name in given}
+    return tuple((kept | own).items())
 
 
 _LEGAL: dict[str, tuple[object, ...]] = {

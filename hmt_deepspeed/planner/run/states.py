@@ -48,7 +48,7 @@ class ModelStates:
     Attributes:
         weights: as computed with. gradients: accumulated over a window. masters: fp32 copies of 16-bit weights.
         moments: the optimizer's, with scales and evidence. bases: of low-rank matrices. probes: columns
-            beside the bases, redrawn every step.
+            beside the bases, redrawn every step; and bases that experts may come to have.
     """
 
     weights: int
@@ -163,9 +163,11 @@ def _states_of(
         of_row = columns + -(-columns // STATE_BLOCK) * FP32
         sizes["weights"] = parameter.num_matrices * rows * of_row
     if mode.is_low_rank(parameter):
-        return sizes | _matrix_states(
-            parameter, mode, sharding, itemsize, gradient_itemsize, borrows
-        )
+        given = (sharding, itemsize, gradient_itemsize)
+        found = _matrix_states(parameter, mode, *given, borrows)
+        if mode.basis_of(parameter) == "auto":
+            found |= _fuller(parameter, mode, found, *given)
+        return sizes | found
     dtype = mode.state_dtype if parameter.numel >= MIN_INT8_ELEMENTS else "fp32"
     each = stored_bytes(_part(parameter.numel, sharding.ranks(1)), dtype)
     return sizes | {
@@ -221,6 +223,25 @@ def _matrix_states(
         "bases": basis + beside,
         "probes": probes,
     }
+
+
+def _fuller(
+    parameter: Parameter,
+    mode: OptimizerMode,
+    shared: Mapping[str, int],
+    sharding: Sharding,
+    itemsize: int,
+    gradient_itemsize: int,
+) -> dict[str, int]:
+    """Gradients and probes of experts that have not decided what bases they have: now, with those proposed beside the shared
+    one, or with these, whichever takes more. Moments and bases then take no more than now."""
+    later = mode.with_own_bases(parameter, itemsize)
+    own = _matrix_states(parameter, later, sharding, itemsize, gradient_itemsize, False)
+    columns, rank = later.oriented(parameter)[1], later.rank_of(parameter)
+    proposed = parameter.num_matrices * columns * rank * itemsize
+    now = {"gradients": shared["gradients"], "probes": shared["probes"] + proposed}
+    after = {kind: own[kind] for kind in now}
+    return max(now, after, key=lambda sizes: sum(sizes.values()))
 
 
 def kept_bytes(

@@ -32,10 +32,10 @@ def computed_flops(engine: Engine, micro_batch: int, seq_length: int) -> float |
         return None
     if engine.hmt_enabled and has_other_rules(engine.optimizer.zero.options):
         return None
-    if facts.rank_is_chosen:
+    if facts.is_chosen:
         ranks = RankWatch(engine.optimizer.zero, facts.shape.names.layer).news()
         assert ranks is not None  # the first look always has some
-        facts = facts.at_ranks(ranks.now)
+        facts = facts.at_ranks(ranks.now, ranks.decided)
     work = facts.workload(micro_batch, seq_length)
     computed = float(work.forward_flops + work.backward_flops)
     again = 0.0

@@ -246,7 +246,7 @@ class HMTEngine(TrainingEngine):
             given["refreshing_columns"] = lambda: refreshing_columns(
                 self.optimizer.zero, facts.shape
             )
-        if facts.rank_is_chosen:
+        if facts.is_chosen:
             given["found_ranks"] = RankWatch(self.optimizer.zero, facts.shape.names.layer).news
         return RunPlanner(
             facts,

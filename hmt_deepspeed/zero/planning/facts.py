@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.optimizer import ExpertBasis
 from hmt_deepspeed.memory.available import free_host_memory
 from hmt_deepspeed.optim.bases.rank import SIDE_SHARES
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
@@ -71,7 +72,7 @@ class RunFacts:
         update_itemsize: of an element of a low-rank update that is sent to the host.
         eager: attention is no single op.
         bucket_elements: ``reduce_bucket_size``.
-        rank_is_chosen: ``hmt.optimizer.rank`` is "auto"; the mode's is the largest candidate.
+        is_chosen: ranks or bases of experts are found in gradients ("auto"); the mode's rank is then the largest candidate.
         ssd_folder: where activations or states may lie in files; None for nowhere.
     """
 
@@ -83,12 +84,16 @@ class RunFacts:
     update_itemsize: int
     eager: bool
     bucket_elements: int
-    rank_is_chosen: bool
+    is_chosen: bool
     ssd_folder: str | None
 
-    def at_ranks(self, ranks: tuple[tuple[str, int], ...]) -> RunFacts:
-        """The same run with its matrices at other ranks; see ``OptimizerMode.ranks``."""
-        return replace(self, mode=replace(self.mode, ranks=ranks))
+    def at_ranks(
+        self,
+        ranks: tuple[tuple[str, int], ...],
+        decided: tuple[tuple[str, ExpertBasis], ...] = (),
+    ) -> RunFacts:
+        """The same run with its matrices at other ranks, and experts with other bases; see :class:`OptimizerMode`."""
+        return replace(self, mode=replace(self.mode, ranks=ranks, decided=decided))
 
     def workload(self, micro_batch: int, seq_length: int) -> Workload:
         """Workload of one micro-batch on one rank.
@@ -179,9 +184,15 @@ def run_facts(
         _FP32 if dtypes[0] == torch.float16 else itemsize,  # fp16 factors are multiplied in fp32
         eager,
         elements,
-        rank_is_chosen=options is not None and options["rank"] == "auto",
+        is_chosen=options is not None and _is_chosen(options, shape),
         ssd_folder=ssd_folder(hmt.activations.nvme_path, None if ssd is None else ssd.path),
     )
+
+
+def _is_chosen(options: Mapping[str, Any], shape: ModelShape) -> bool:
+    """Whether ranks, or bases of a mixture's experts, are found in gradients."""
+    has_experts = isinstance(shape, ListedShape) and bool(shape.experts)
+    return options["rank"] == "auto" or (has_experts and options["expert_basis"] == "auto")
 
 
 def ssd_folder(of_activations: str | None, of_states: str | None) -> str | None:

@@ -188,8 +188,8 @@ class RunPlanner:
         ranks = self._found_ranks()
         if ranks is None or ranks == self._ranks:
             return False
-        self._ranks, self._now = ranks, self.facts.at_ranks(ranks.now)
-        self._expected = self.facts.at_ranks(ranks.to_expect)
+        self._ranks, self._now = ranks, self.facts.at_ranks(ranks.now, ranks.decided)
+        self._expected = self.facts.at_ranks(ranks.to_expect, ranks.decided)
         return True
 
     def _must_plan(self, plan: Plan | None, has_other_ranks: bool) -> bool:

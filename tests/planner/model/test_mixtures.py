@@ -23,6 +23,7 @@ from hmt_deepspeed.planner.model.workload import Layer, recompute_flops
 from hmt_deepspeed.planner.run.memory import Sharding, model_states
 from hmt_deepspeed.planner.run.modes import OptimizerMode
 from hmt_deepspeed.planner.run.refresh import worst_refresh
+from hmt_deepspeed.planner.run.states import states_by_parameter
 
 MIXTURES = Path(__file__).resolve().parents[1] / "mixtures"
 # Parameters as published, in billions: all, and those of a token (gpt-oss and Llama 4 without the table of embeddings,
@@ -132,6 +133,8 @@ def difference(shape: ListedShape, mode: OptimizerMode, dense: OptimizerMode) ->
 def test_states_of_experts_are_their_formulas(qwen3: ListedShape, basis: str) -> None:
     given = {"rank": R, "probes": K, "master_weights": "none"}
     own = basis == "own"
+    # until down projections have decided, bases of their own at equal bytes lie beside the shared one
+    proposed = E * M * 40 * 2 if basis == "auto" else 0
     mode = OptimizerMode(**given, expert_basis=basis)
     found = difference(qwen3, mode, OptimizerMode(**given, **LEFT))
     rows = 2 * M + (
@@ -145,8 +148,29 @@ def test_states_of_experts_are_their_formulas(qwen3: ListedShape, basis: str) ->
         "moments": LAYERS * (2 * 4 * E * rows * R + evidence),
         "gradients": LAYERS * 2 * E * rows * (R + K),
         "bases": LAYERS * 2 * columns * R,
-        "probes": LAYERS * 2 * columns * K,
+        "probes": LAYERS * (2 * columns * K + proposed),
     }
+
+
+@pytest.mark.parametrize("basis", ["shared", "own"])
+def test_bases_of_experts_are_whole_on_every_rank_of_stage_3(
+    qwen3: ListedShape, basis: str
+) -> None:
+    """Those of linears are sharded there by rows."""
+    mode = OptimizerMode(rank=R, probes=K, expert_basis=basis)
+    whole, part = (
+        {
+            p.name.rpartition("layers.*.")[2]: found
+            for p, found in states_by_parameter(qwen3, mode, on)
+        }
+        for on in (Sharding(0, 1), Sharding(3, 8))
+    )
+    for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        for kind in ("bases", "probes"):
+            assert part[name][kind] == whole[name][kind] > 0
+        assert part[name]["moments"] < whole[name]["moments"] / 7
+    linear = "self_attn.q_proj.weight"
+    assert part[linear]["bases"] == whole[linear]["bases"] / 8
 
 
 def test_int8_weights_of_experts(qwen3: ListedShape) -> None:

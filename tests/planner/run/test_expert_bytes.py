@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,45 @@ def test_a_basis_that_is_chosen_takes_no_more_than_is_planned() -> None:
     reported = sum(row.state_bytes for row in optimizer.describe())
     planned = model_states(listed_shape(network), OptimizerMode(**FIELDS, expert_basis="auto"))
     assert 0.95 * planned.optimizer < reported <= planned.optimizer
+
+
+def test_experts_that_decide_are_planned_with_the_wider_of_both() -> None:
+    """Gradients as they are left once down projections have bases of their own, with the columns beside these, and before
+    that the bases that are proposed."""
+    fields = FIELDS | {"target_modules": ("experts",)}
+    network = scaled()
+    optimizer = HMT(network, lr=1e-4, **(fields | {"target_modules": ["experts"]}))
+    counted, left = [], []
+    for _ in range(3):
+        step = Step(network)
+        optimizer.step()
+        optimizer.zero_grad()
+        matrices = [m for name, m in optimizer.matrices.items() if "experts" in name]
+        beside = sum(m.columns.whole[..., m.rank :].nbytes for m in matrices)
+        counted.append(beside + sum(m.proposed.nbytes for m in matrices if m.proposed is not None))
+        left.append(step.left)
+    downs = [name for name, m in optimizer.matrices.items() if m.own_bases]
+    assert downs
+    assert not any(m.undecided for m in optimizer.matrices.values())
+    shape, mode = listed_shape(network), OptimizerMode(**fields, on_gpu=False)
+    decided = replace(
+        mode,
+        ranks=tuple((name, 5) for name in downs),
+        decided=(
+            *((name, "own") for name in downs),
+            ("model.layers.*.mlp.experts.down_proj", "shared"),
+        ),
+    )
+    dense = 4 * sum(p.total for p in shape.listed if not mode.is_low_rank(p))
+    before, after = (model_states(shape, m, gradient_itemsize=4) for m in (mode, decided))
+    assert (after.gradients - dense, after.probes) == (left[2], counted[2])
+    up, probes = 4 * 32 * 192 * 24, 2 * 256 * 8
+    shared, proposed = 4 * 32 * 96 * 24, 2 * 32 * 96 * 5
+    own, beside_own = 4 * 32 * 256 * 13, 2 * 32 * 96 * 8
+    assert counted[0] == 4 * (2 * probes + proposed)
+    assert left[2] == 4 * (up + shared) + len(downs) * (own - shared)
+    down = max(shared + probes + proposed, own + beside_own)
+    assert before.gradients - dense + before.probes == 4 * (up + probes + down)
 
 
 # -- beside the activation backend ------------------------------------------------------------------------

@@ -310,7 +310,7 @@ def test_ranks_are_looked_at_after_refreshes_only() -> None:
 
     def entry(name: str, rank: int, measured: bool) -> Any:
         matrix = SimpleNamespace(
-            rank=rank, measured=measured, candidates=(4, 64), is_full_at=lambda _: False
+            rank=rank, measured=measured, candidates=(4, 64), count=1, is_full_at=lambda _: False
         )
         return SimpleNamespace(name=name, matrix=matrix)
 
