@@ -107,7 +107,8 @@ def run(
     if mode.get("method") != "adamw":
         # Bases are found at the start, by and by, and not redrawn: that is due by the number of steps begun.
         mode["update_interval"] = 1000
-    model = wide_llama() if name.startswith("int8") and "weights" not in name else tiny_llama()
+    wide = name.startswith("int8") and "weights" not in name
+    model = wide_llama() if wide else tiny_llama(layers=2 if name == "right" else 1)
     changes = {"scheduler": WARMUP, **PRECISIONS[precision], **changes}
     engine = mode_engine(mode, stage, model=model, **changes)
     found: dict[str, Any] = {"changed": {}, "unread": {}, "finds": {}, "said": [], "losses": []}
