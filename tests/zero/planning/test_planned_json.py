@@ -153,7 +153,7 @@ def every_answer() -> list[tuple[str, Request, Answer]]:
         swaps = " and swapped residuals" * bool(fields.get("fixed"))
         found += [(answer.name + swaps, advice.request, answer) for answer in advice.answers]
     on_ssd = answers(shape, fixed={"mlp_intermediate": "swap_ssd"}, cpu_adam=False).best
-    found.append(("activations on nvme", answers(shape).request, on_ssd))
+    found.append(("activations on nvme", found[0][1], on_ssd))
     no_masters = tuple(replace(mode, master_weights="none") for mode in advice.request.modes)
     beside = answers(shape, lossy_modes=no_masters, offload_param="none")
     found += [
