@@ -22,6 +22,8 @@ class Columns:
         local: this process's rows while the whole is dropped (ZeRO stage 3, a basis cache); a meta tensor while
             they are in host memory.
         fetch: brings the whole from host memory, where no other process has a part of it.
+        directions: of experts with bases of their own how many of the r columns are not zero, (E,) fp32: an expert of few
+            tokens has fewer.
     """
 
     owner: str
@@ -29,6 +31,7 @@ class Columns:
     whole: Tensor | None = None
     local: Tensor | None = None
     fetch: Callable[[], Tensor] | None = None
+    directions: Tensor | None = None
 
     @property
     def basis(self) -> Tensor | None:

@@ -108,12 +108,12 @@ def full_residual(
 
 
 def estimated_square_norm(
-    projected_square: Tensor, probe_square: Tensor, n: int, rank: int, num_probes: int
+    projected_square: Tensor, probe_square: Tensor, n: int, rank: int | Tensor, num_probes: int
 ) -> Tensor:
     """``||G||_F^2 ~ ||G Q||_F^2 + ||G P||_F^2 (n - r)/k``: only the residual is estimated.
 
-    Unbiased over probe columns uniform in the complement of the basis. Without probes the part
-    outside the basis is unknown and counted as nothing.
+    Unbiased over probe columns uniform in the complement of the basis, of which ``rank`` columns are not zero: one number,
+    or one of each matrix. Without probes the part outside the basis is unknown and counted as nothing.
     """
     if num_probes == 0:
         return projected_square

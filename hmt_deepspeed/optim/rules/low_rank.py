@@ -96,11 +96,16 @@ class LowRankStack(ProjectedStack):
         return self.takes_whole and not self.first.full_rank
 
     def residual_scale(self) -> Tensor:
-        """c of each matrix, (B,) fp32 on the device; 0 where it takes no residual."""
+        """c of each matrix, (B,) fp32 on the device; 0 where it takes no residual. Of experts with bases of their own by the
+        columns that these have."""
         scales = tuple(m.residual_scale for m in self.members if isinstance(m, LowRankMatrix))
         if self._known is None or self._known[0] != scales:
             self._known = scales, upload(self.of_each(scales), torch.float32, self.device)
-        return self._known[1]
+        directions, probes = self.directions(), self.first.num_probes
+        if isinstance(directions, int) or not probes or self.settings.residual != "probe":
+            return self._known[1]
+        own = ((self.shape[1] - directions) / probes).clamp(max=MAX_RESIDUAL_SCALE)
+        return torch.where(self._known[1] > 0, own, 0.0)
 
     @property
     def limits(self) -> bool:

@@ -291,9 +291,11 @@ class ProjectedMatrix(MatrixRule):
 
     def _install(self, basis: Tensor | None) -> None:
         self._resize(basis)
-        self.columns.whole, self.columns.rank = None, self.rank
+        self.columns.whole, self.columns.rank, self.columns.directions = None, self.rank, None
         if basis is None or self.redraws:
             return
+        if self.own_bases:
+            self.columns.directions = (basis != 0).any(dim=-2).sum(dim=-1, dtype=torch.float32)
         size = (*basis.shape[:-1], self.rank + self.num_probes)
         columns = torch.zeros(size, dtype=self.dtype, device=self.device)
         columns[..., : self.rank].copy_(basis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from hmt_deepspeed.kernels.noise import Stream, step_keys
 from hmt_deepspeed.kernels.row_squares import row_squares
 from hmt_deepspeed.optim.bases.basis import random_bases
 from hmt_deepspeed.optim.rules.formulas import estimated_square_norm, square_norms
+from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, with_probes
 from hmt_deepspeed.optim.rules.side_by_side import joined, stacked
 from hmt_deepspeed.optim.rules.stack import Gradients, Stack
@@ -24,6 +26,10 @@ class ProjectedStack(Stack):
     """The part of a step that all rules of projected gradients share: ``[A | S]`` arrives, or ``G``."""
 
     first: ProjectedMatrix
+
+    def __init__(self, members: Sequence[MatrixRule]) -> None:
+        super().__init__(members)
+        self._directions: tuple[list[Tensor], Tensor] = [], torch.empty(0)
 
     @property
     def takes_whole(self) -> bool:
@@ -114,8 +120,24 @@ class ProjectedStack(Stack):
     def square_norms(self, sums: Tensor) -> Tensor:
         if self.takes_whole:
             return sums[:, 0] + sums[:, 1]
-        n, rank = self.shape[1], self.rank
+        n, rank = self.shape[1], self.directions(of_all=len(sums) != self.size)
         return estimated_square_norm(sums[:, 0], sums[:, 1], n, rank, self.first.num_probes)
+
+    def directions(self, of_all: bool = False) -> Tensor | int:
+        """Columns of each basis that are not zero: r, or (B,) fp32 of experts with bases of their own.
+
+        Args:
+            of_all: also of experts that are held elsewhere.
+        """
+        known = [m.columns.directions for m in self._projected()]
+        found = [own for own in known if own is not None]
+        if not found:
+            return self.rank
+        before, whole = self._directions
+        if len(before) != len(found) or not all(map(is_, before, found)):
+            whole = joined(found)
+            self._directions = found, whole
+        return whole if of_all else self.of_held(whole)
 
     def observe(
         self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
