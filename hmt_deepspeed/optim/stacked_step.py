@@ -149,7 +149,8 @@ class StackedStep:
                 kind = (id(slot.group), slot.assigned.lr_scale, slot.param.device)
                 together.setdefault(kind, []).append((slot, small))
             else:
-                slot.step_dense(step, self._hyper(slot))
+                number = self._numbers.step(step, slot.param.device)
+                slot.step_dense(number, self._hyper(slot))
         for members in together.values():
             small_ones, hyper = [small for _, small in members], self._hyper(members[0][0])
             number = self._numbers.step(step, small_ones[0].weight.device)

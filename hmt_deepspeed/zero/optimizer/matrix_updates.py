@@ -102,8 +102,7 @@ class MatrixUpdates:
         update = torch.nn.functional.pad(update, (0, 0, 0, missing)) if missing else update
 
         def deliver(packed: Tensor) -> None:
-            each = packed.reshape(shards.world, size, shards.max_rows, width)
-            whole = torch.stack([_whole_rows(each[:, b], shards) for b in range(size)])
+            whole = _whole_rows(packed.reshape(shards.world, size, shards.max_rows, width), shards)
             changed = change._replace(update=whole)
             self._apply_factors(part, changed, projections, part.transposed)
 
@@ -175,8 +174,7 @@ class MatrixUpdates:
         scale = self._scale_of_all(part, change)
 
         def deliver(packed: Tensor) -> None:
-            each = packed.reshape(shards.world, size, shards.max_rows, width)
-            whole = torch.stack([_whole_rows(each[:, b], shards) for b in range(size)])
+            whole = _whole_rows(packed.reshape(shards.world, size, shards.max_rows, width), shards)
             of_all = Change(whole.view(-1, shards.height, width), scale)
             self._step_experts(part, of_all, projections, True)
 
@@ -285,7 +283,7 @@ class MatrixUpdates:
         hyper, key = self._hyper(param_state), param_state.rounding_key(self._step_count)
 
         def deliver(packed: Tensor) -> None:
-            whole = _whole_rows(packed.reshape(shards.world, shards.max_rows, width), shards)
+            (whole,) = _whole_rows(packed.reshape(shards.world, 1, shards.max_rows, width), shards)
             found = whole.t() if transposed else whole
             weight.step_update(found, scale, hyper["lr"], hyper["weight_decay"], key)
 
@@ -294,7 +292,13 @@ class MatrixUpdates:
 
 
 def _whole_rows(packed: Tensor, shards: Shards) -> Tensor:
-    """The rows that all ranks sent, in order: m x width, from world x max_rows x width."""
-    whole = torch.empty(shards.m, packed.shape[2], dtype=packed.dtype, device=packed.device)
-    shards.unpack(packed, whole)
+    """The rows that all ranks sent, in order: B x m x width, from world x B x max_rows x width."""
+    world, size, most, width = packed.shape
+    if most * world == shards.m:
+        return packed.transpose(0, 1).reshape(size, shards.m, width)
+    whole = packed.new_empty(size, shards.m, width)
+    for rank, rows in enumerate(packed):
+        first = shards.rows(rank)[0]
+        begin, end = shards.owned(rank)
+        whole[:, begin:end] = rows[:, begin - first : end - first]
     return whole

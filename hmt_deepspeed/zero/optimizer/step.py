@@ -265,6 +265,7 @@ class ZeroStep:
         """AdamW's steps on the device: small shards together, others one by one."""
         together: dict[Hashable, list[tuple[ParamState, SmallParameter]]] = {}
         how: dict[str, Any] = {"factor": factor, "taken": taken}
+        number = self._numbers.step(step_count, self._device)
         for param_state in dense:
             weight, state = param_state.weight, param_state.dense_state
             assert state is not None
@@ -278,10 +279,9 @@ class ZeroStep:
                 together.setdefault(kind, []).append((param_state, small))
             else:
                 base, hyper = param_state.base_key, self._hyper(param_state)
-                weight.step_dense(gradient, state, base, step_count, **how, **hyper)
+                weight.step_dense(gradient, state, base, number, **how, **hyper)
         for members in together.values():
             hyper = self._hyper(members[0][0])
-            number = self._numbers.step(step_count, self._device)
             dense_adamw_together_([small for _, small in members], number=number, **how, **hyper)
 
     def _hyper(self, param_state: ParamState) -> dict[str, Any]:
