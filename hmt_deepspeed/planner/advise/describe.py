@@ -210,7 +210,7 @@ def _row(answer: Answer) -> list[str]:
 
 
 def _numbers(*cells: str) -> str:
-    widths = (8, 8, 7, 7, 8)
+    widths = (8, 7, 8, 8, 8)
     found = [cell.rjust(width) for cell, width in zip(cells, widths, strict=False)]
     return "".join(found) + "  " + "".join(cells[len(widths) :])
 
