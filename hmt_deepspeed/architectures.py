@@ -157,11 +157,15 @@ def meta_model(config: Any, dtype: Any = None) -> Any:
         with torch.device("meta"):
             return built._from_config(copy.deepcopy(config), dtype=dtype).train()
     except Exception as error:  # whatever a model's constructor stops at
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
         raise ValueError(
-            f"transformers cannot build {built.__name__} from this config ({type(error).__name__}: {reason}). Correct "
+            f"transformers cannot build {built.__name__} from this config ({_reason(error)}). Correct "
             "the config."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def meta_twin(model: Any) -> Any:
@@ -180,9 +184,8 @@ def meta_twin(model: Any) -> Any:
         with torch.device("meta"):  # not `_from_config`, which partitions where ZeRO-3 is announced
             return built(copy.deepcopy(model.config)).train()
     except Exception as error:  # whatever a model's constructor stops at
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
         raise ValueError(
-            f"{built.__name__} cannot be built from its config alone ({type(error).__name__}: {reason}); legal: a model "
+            f"{built.__name__} cannot be built from its config alone ({_reason(error)}); legal: a model "
             "of transformers as its class makes it."
         ) from error
 

@@ -293,12 +293,6 @@ class MatrixUpdates:
 
 def _whole_rows(packed: Tensor, shards: Shards) -> Tensor:
     """The rows that all ranks sent, in order: B x m x width, from world x B x max_rows x width."""
-    world, size, most, width = packed.shape
-    if most * world == shards.m:
-        return packed.transpose(0, 1).reshape(size, shards.m, width)
-    whole = packed.new_empty(size, shards.m, width)
-    for rank, rows in enumerate(packed):
-        first = shards.rows(rank)[0]
-        begin, end = shards.owned(rank)
-        whole[:, begin:end] = rows[:, begin - first : end - first]
+    whole = packed.new_empty(packed.shape[1], shards.m, packed.shape[3])
+    shards.unpack(packed, whole)
     return whole

@@ -49,7 +49,7 @@ class ZeroStep:
         self.written: Callable[[], None] = lambda: None
         self.gathers_apart = False
         self.param_states, self.order = zero.param_states, order
-        self.collectives, self.bases, self.host = zero.collectives, zero.bases, zero.host
+        self.bases, self.host = zero.bases, zero.host
         self.settings, self._zero = zero.settings, zero
         self._holders = zero.holders
         self._device = self.param_states[0].weight.device

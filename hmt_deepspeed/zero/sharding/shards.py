@@ -61,18 +61,18 @@ class Shards(ABC):
             out[rank, : end - begin].copy_(matrix[begin:end])
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Inverse of :meth:`pack`: the owned rows of every rank into ``out`` (m x width).
+        """Inverse of :meth:`pack`: the owned rows of every rank into ``out`` (m x width), of one matrix or of several.
 
         Args:
-            packed: world x max_rows x width. out: m x width.
+            packed: world x max_rows x width, or world x B x max_rows x width. out: m x width, or B x m x width.
         """
         if self.max_rows * self.world == self.m:
-            out.view(self.world, self.max_rows, -1).copy_(packed)
+            out.unflatten(-2, (self.world, self.max_rows)).copy_(packed.movedim(0, -3))
             return
         for rank in range(self.world):
             first = self.rows(rank)[0]
             begin, end = self.owned(rank)
-            out[begin:end].copy_(packed[rank, begin - first : end - first])
+            out[..., begin:end, :].copy_(packed[rank, ..., begin - first : end - first, :])
 
 
 @dataclass(frozen=True)
