@@ -17,15 +17,15 @@ from harness import Ranks
 from modes import LOW_RANK, MODES, SAME_LAYOUT, mode_engine, model_of, trained
 from training import assert_same_run
 
-SAVED, AFTER = (
-    3,
-    3,
-)  # steps before and after saving: every matrix refreshes in both, ranks change at the first one
+SAVED, AFTER = 2, 2  # steps before and after saving: every matrix refreshes in both
 PLAIN_BACKWARD = "plain backward"  # another way to the gradients of "right"
 ALL = {
-    **MODES,
-    PLAIN_BACKWARD: {**LOW_RANK, "projected_backward": False},
-    **SAME_LAYOUT,
+    name: {**mode, "update_interval": SAVED}
+    for name, mode in {
+        **MODES,
+        PLAIN_BACKWARD: {**LOW_RANK, "projected_backward": False},
+        **SAME_LAYOUT,
+    }.items()
 }
 Run = tuple[str, int, int]  # mode, stage, accumulation
 
@@ -68,8 +68,8 @@ ON_TWO_RANKS = {
 def layouts(name: str, world: int) -> list[tuple[int, int]]:
     """(stage, accumulation) of a mode's runs: the reference, stage 3 on two ranks, and others in turn.
 
-    Modes reach ranks through the same shards and stages: each stage meets a third of the modes at each world size. The
-    default mode meets all stages at all of them.
+    Modes reach ranks through the same shards and stages: on two ranks each stage meets a third of the modes. The
+    default mode meets all stages at all world sizes.
     """
     if name == "right":
         return EVERYWHERE[world]
@@ -78,9 +78,7 @@ def layouts(name: str, world: int) -> list[tuple[int, int]]:
         return ON_TWO_RANKS.get(name, [[(0, 1), (1, 1), (2, 2)][index // 3 % 3], (3, 1)])
     if world == 3:
         return [ON_THREE_RANKS[name]] if name in ON_THREE_RANKS else []
-    if name == PLAIN_BACKWARD:
-        return [(0, 1)]
-    return [] if name in SAME_LAYOUT else [(0, 1), [(1, 2), (2, 1), (3, 2)][index % 3]]
+    return [] if name in SAME_LAYOUT else [(0, 1)]
 
 
 RUNS = {
@@ -193,7 +191,7 @@ def test_stage_world_and_accumulation_do_not_matter(runs: Any) -> None:
                 twin = "right" if name == PLAIN_BACKWARD else name
                 assert_same_run(run, runs[1][twin, 0, 1])
                 compared[name] += 1
-    assert min(compared.values()) >= 3
+    assert min(compared.values()) >= 2
     assert compared["right"] == sum(map(len, EVERYWHERE.values()))
 
 

@@ -72,7 +72,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "apollo": {"method": "apollo", "rank": 4},
     "adamw": {"method": "adamw"},
 }
-STEPS = 5  # with refreshes, and steps without
+STEPS = 4  # with refreshes, and steps without
 # One rounding of bf16 is 2^-8; a loss of about 4 that was computed in another order may differ by so much, and an
 # 8-bit activation by a percent of it.
 TOLERANCE = {"bf16": 2**-7, "fp16": 2**-7, "fp32": 2e-3}

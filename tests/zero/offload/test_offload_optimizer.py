@@ -28,7 +28,7 @@ from training import (
 
 from hmt_deepspeed.report.metrics import format_bytes
 
-STEPS = 10
+STEPS = 6
 
 
 def parity_run(stage: int, gas: int, stock: bool) -> dict[str, Any]:

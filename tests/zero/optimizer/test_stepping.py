@@ -44,7 +44,7 @@ def norms(stage: int, options: dict[str, Any], gas: int, steps: int) -> dict[str
     return {"own": own, "true": true}
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 2)])
 def test_grad_norm_of_adamw_is_exact(ranks: Ranks, stage: int, world: int) -> None:
     found = ranks.run(norms, world, stage, {"method": "adamw"}, 2, 3)[0]
     assert found["own"] == pytest.approx(found["true"], rel=1e-5)  # fp32 sums
@@ -194,7 +194,7 @@ def one_rank(ranks: Ranks) -> dict[str, Any]:
     return ranks.run(driven, 1, 0, "plain", 1)[0]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_torch_style_accumulation_is_stocks(ranks: Ranks, stage: int) -> None:
     ours, stock = (ranks.run(stock_torch_style, 2, stage, 2, which)[0] for which in (False, True))
     assert_same(ours, stock)
@@ -212,11 +212,11 @@ def test_no_sync_is_refused_where_stock_refuses(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("loop", "stage", "gas", "changes"),
-    [("torch_style", stage, 1, {}) for stage in (0, 3)]
-    + [("evaluated", stage, 2, {}) for stage in (1, 3)]
-    + [("boundary", stage, 1, {}) for stage in (0, 2, 3)]
-    + [("unmanaged", stage, 3, {"managed_gradient_accumulation": False}) for stage in (1, 2, 3)]
-    + [("interrupted", stage, 2, {}) for stage in (0, 2, 3)]
+    [("torch_style", 3, 1, {})]
+    + [("evaluated", 3, 2, {})]
+    + [("boundary", stage, 1, {}) for stage in (0, 3)]
+    + [("unmanaged", stage, 3, {"managed_gradient_accumulation": False}) for stage in (1, 2)]
+    + [("interrupted", stage, 2, {}) for stage in (0, 3)]
     + [("plain", 2, 1, {"prescale_gradients": True, "gradient_predivide_factor": 2.0})]
     + [("plain", 0, 2, {"prescale_gradients": True})]
     + [("plain", 2, 1, {"gradient_predivide_factor": 2.0})],

@@ -147,7 +147,8 @@ def answers(shape: Any, **fields: Any) -> Advice:
 def every_answer() -> list[tuple[str, Request, Answer]]:
     shape = shape_of_config(tiny_llama().config)
     found = []
-    for fields in ({}, {"zero_stage": 1}, {"fixed": {"residual": "swap_host"}}):
+    swapped = {"fixed": {"residual": "swap_host"}, "zero_stage": 2}
+    for fields in ({}, {"zero_stage": 1}, swapped):
         advice = answers(shape, **fields)
         assert all(answer.plan is not None for answer in advice.answers)
         swaps = " and swapped residuals" * bool(fields.get("fixed"))

@@ -29,7 +29,7 @@ from training import (
 
 from hmt_deepspeed.zero.saving.saved_state import SavedState
 
-STEPS = 4  # every matrix refreshes before a save and again after it, three to six in a step
+STEPS = 2  # every matrix refreshes before a save and again after it, three to six in a step
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -45,7 +45,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def config_of(stage: int, variant: str = "fp32", **changes: Any) -> dict[str, Any]:
     masters = {"master_weights": "none"} if variant == "no masters" else {}
-    return ds_config(stage, {**LOW_RANK, **masters}, **VARIANTS[variant], **changes)
+    return ds_config(
+        stage, {**LOW_RANK, "update_interval": STEPS, **masters}, **VARIANTS[variant], **changes
+    )
 
 
 def lr_of(engine: Any) -> float:
@@ -203,10 +205,7 @@ def saved_beside(folder: str) -> Any:
 @pytest.mark.parametrize(
     ("stage", "world", "variant"),
     [
-        (0, 1, "fp32"),
-        (1, 1, "bf16"),
-        (2, 1, "scheduler"),
-        (3, 1, "fp32"),
+        (2, 1, "fp32"),
         (0, 2, "scheduler"),
         (1, 2, "no masters"),
         (2, 2, "bf16"),
@@ -233,7 +232,7 @@ def test_resume_is_bit_for_bit(
 def saved_runs(ranks: Ranks, tmp_path_factory: Any) -> tuple[dict[Any, str], dict[str, Any]]:
     """The same run saved at every stage and on 1 or 2 ranks; and its straight continuation."""
     folders = {}
-    for stage, world in [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2), (1, 2), (2, 2), (3, 2)]:
+    for stage, world in [(0, 1), (3, 1), (0, 2), (1, 2), (2, 2), (3, 2)]:
         folder = str(tmp_path_factory.mktemp(f"stage{stage}_world{world}"))
         last = (stage, world) == (3, 2)
         straight = ranks.run(straight_run, world, stage, "fp32", folder, last)[0]
@@ -258,7 +257,7 @@ def test_any_layout_loads_any_other(ranks: Ranks, saved_runs: Any, world: int) -
     # read it as whole, as sharded over as many ranks, and as sharded over fewer.
     wanted = {
         1: [(w, (w[0] + w[1]) % 4) for w in folders],
-        2: [((0, 1), 2), ((1, 1), 3), ((3, 2), 0), ((2, 2), 3), ((3, 2), 1)],
+        2: [((0, 1), 2), ((3, 1), 3), ((3, 2), 0), ((2, 2), 3), ((3, 2), 1)],
         3: [((1, 2), 3), ((3, 2), 2)],
     }[world]
     found = ranks.run(resumed_at_stages, world, [(folders[w], stage) for w, stage in wanted])[0]

@@ -24,7 +24,7 @@ from training import (
 
 from hmt_deepspeed.optim.hmt import HMT
 
-STEPS = 8
+STEPS = 6
 EARLY = 3
 INT8 = {**LOW_RANK, "weight_dtype": "int8"}
 FULL_RANK = {"full_rank_budget": 1.0, "energy_threshold": 1.0}
@@ -216,7 +216,7 @@ def runs(ranks: Ranks) -> Any:
     return of
 
 
-LAYOUTS = [(stage, world, "right") for stage, world in [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]]
+LAYOUTS = [(stage, world, "right") for stage, world in [(0, 1), (1, 2), (2, 2)]]
 LAYOUTS += [(0, 2, "auto"), (1, 2, "share_basis"), (2, 2, "two_sided")]
 
 
@@ -225,7 +225,7 @@ def test_every_layout_gives_the_same_run(runs: Any, stage: int, world: int, kind
     """Sums in another order change an update by 1e-7 of a code or so, and once in many draws a code
     falls to the other side: one step of its scale, below 1e-2 here. That moves the next gradients, and
     from then on the number of other codes about doubles with every step (0, 0, 0, 1, 9, 26, 69, 123 of
-    28,080 in one run), so codes are compared after three steps and losses after eight. Another seed of
+    28,080 in one run), so codes are compared after three steps and losses after six. Another seed of
     the rounding would change every other code."""
     one, other = runs(2, 1, kind)[0], runs(stage, world, kind)[0]
     assert one["refreshed"]
@@ -241,7 +241,7 @@ def test_every_layout_gives_the_same_run(runs: Any, stage: int, world: int, kind
     assert flips < 1e-3 * total
 
 
-REPLICAS = [(0, "right"), (0, "left"), (1, "left"), (1, "full"), (2, "right"), (2, "full")]
+REPLICAS = [(0, "right"), (1, "left"), (1, "full"), (2, "right")]
 
 
 @pytest.mark.parametrize(("stage", "kind"), REPLICAS)
