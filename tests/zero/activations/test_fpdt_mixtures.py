@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from harness import Ranks
-from test_zero_mixtures import OPTIONS, STEPS, assert_all_same, is_expert, mixture
+from mixture_runs import OPTIONS, STEPS, assert_all_same, is_expert, mixture
 from training import GLOBAL_BATCH, ds_config, global_batch, make_engine, model_weights
 
 SWAPPED = {"embedding": "swap_host", "residual": "swap_host", "attention_output": "swap_host"}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import Ranks
-from test_zero_mixtures import EXPERTS, OPTIONS, mixture
+from mixture_runs import EXPERTS, OPTIONS, STEPS, mixture
 from torch import Tensor
 from training import ds_config, furthest, global_batch, make_engine, model_weights, train_step
 
@@ -26,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "full rank": FULL_RANK,
 }
 BF16 = {"bf16": {"enabled": True}}
-EARLY, STEPS = 2, 5
+EARLY = 2
 IDLE = 4  # experts of the first layer from here on have no tokens
 
 
@@ -58,24 +57,21 @@ def engine_of(
     return make_engine(config, mixture(family, experts, intermediate_size=24))
 
 
-@functools.cache
-def bare(family: str, case: str, micro_batches: int = 1) -> dict[str, Any]:
+def bare(family: str, case: str, steps: int = STEPS, **more: Any) -> dict[str, Any]:
     model = mixture(family, intermediate_size=24)
-    options = {**OPTIONS, **INT8, **CASES[case]}
+    options = {**OPTIONS, **INT8, **CASES[case], **more}
     optimizer = HMT(model, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1, **options)
     found: dict[str, Any] = {"losses": []}
-    for step in range(STEPS):
-        if step == EARLY:
-            found["early codes"] = codes(model)
-        total = 0.0
-        for tokens in global_batch(step).chunk(micro_batches):
-            loss = model(input_ids=tokens, labels=tokens).loss / micro_batches
-            loss.backward()
-            total += float(loss.detach())
-        found["losses"].append(total)
+    for step in range(steps):
+        tokens = global_batch(step)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found["losses"].append(float(loss.detach()))
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
+        if step == EARLY - 1:
+            found["early codes"] = codes(model)
     found["own"] = {name: m.own_bases for name, m in optimizer.matrices.items() if m.count > 1}
     return found
 
@@ -107,45 +103,47 @@ def run(family: str, stage: int, case: str, bf16: bool, experts: int) -> dict[st
     return found
 
 
-LAYOUTS = [(0, 1), (0, 2), (1, 2), (2, 4)]
-
-
 @pytest.mark.parametrize(
-    ("case", "stage", "world"),
-    [(case, *at) for case in ("shared", "own") for at in LAYOUTS]
-    + [("auto", *at) for at in LAYOUTS[2:]],
+    ("family", "case", "stage", "world"),
+    [
+        ("GptOss", "own", 0, 1),
+        ("Mixtral", "shared", 0, 2),
+        ("GptOss", "auto", 1, 2),
+        ("Mixtral", "own", 1, 2),
+        ("GptOss", "shared", 2, 3),
+        ("Mixtral", "auto", 2, 4),
+    ],
 )
-@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
 def test_every_layout_gives_the_bare_optimizer_s_run(
     ranks: Ranks, family: str, case: str, stage: int, world: int
 ) -> None:
-    """As of linears: sums in another order move a code in many draws to the next, which moves later gradients, and more of
-    them where bases are new (of 20,736 codes 1, 28, 105 and 174 with "auto", which refreshes in the second step too). So
-    codes are compared after two steps, and twice as many may differ as differ between the bare optimizer and itself in sums
-    over micro-batches. Another key of the rounding would change every other."""
-    one = bare(family, case)
-    again = [bare(family, case, micro_batches) for micro_batches in (2, 3, 4)]
+    """Sums in another order move a code in many draws to the next, which moves later gradients, and from there many codes:
+    so these are compared after two steps. Other draws of the rounding are the measure: they change 15,300 to 16,000 of 20,736
+    codes. A twentieth of that is 770. Sums over other micro-batches and ranks have changed at most 174, on any CPU, but a
+    third of the gradient that is 0.1 % too long changes 1,100 or more, and a missing sequence 15,000."""
+    one, redrawn = bare(family, case), bare(family, case, EARLY, seed=1)
     assert any(one["own"].values()) == (case != "shared")
     early = one["early codes"]
-    total = sum(value.numel() for key, value in early.items() if key.endswith("codes"))
-    by_order = max(flips(early, other["early codes"]) for other in again)
-    assert by_order < 5e-3 * total
+    by_draws = flips(early, redrawn["early codes"])
     for other in ranks.run(run, world, family, stage, case, False, 6):
         assert other["own"] == one["own"]
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-4)
-        assert flips(early, other["early codes"]) <= max(1e-3 * total, 2 * by_order)
+        assert flips(early, other["early codes"]) < by_draws / 20
         for key, value in early.items():
             if not key.endswith("codes"):
                 torch.testing.assert_close(value, other["early codes"][key], rtol=1e-2, atol=0)
 
 
-REPLICAS = [("GptOss", 0, 2, 6), ("Mixtral", 1, 3, 5), ("GptOss", 2, 4, 6)]
+# Family, stage, ranks, experts, case.
+REPLICAS = [
+    ("GptOss", 0, 2, 6, "own"),
+    ("Mixtral", 1, 3, 5, "auto"),
+    ("GptOss", 2, 4, 6, "full rank"),
+    ("Mixtral", 2, 3, 5, "shared"),
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "stage", "world", "experts", "case"),
-    [(*at, case) for case in CASES for at in (REPLICAS[1:2] if case == "auto" else REPLICAS)],
-)
+@pytest.mark.parametrize(("family", "stage", "world", "experts", "case"), REPLICAS)
 def test_replicas_are_equal_and_experts_without_tokens_stay_bit_for_bit(
     ranks: Ranks, family: str, stage: int, world: int, experts: int, case: str
 ) -> None:
