@@ -102,8 +102,20 @@ def test_exact_choices_change_no_bit_and_hold_what_they_say(family: str, choice:
     assert report.missed == ()
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-@pytest.mark.parametrize("family", MIXTURES)
+# What experts choose and what is done with the inputs of their products; each of both, with either kind of basis.
+POLICIES = {
+    False: [("keep", "project"), ("recompute", "recompute"), ("swap_host", "project")],
+    True: [("keep", "recompute"), ("recompute", "project"), ("swap_host", "recompute")],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    # The others' experts run what Mixtral's run.
+    [(family, own) for own in (False, True) for family in ("mixtral", "gpt_oss", "llama4")]
+    + [("qwen3_moe", True), ("deepseek_v3", False), ("olmoe", True)],
+    ids=str,
+)
 def test_projected_gradients_are_those_without_a_backend(family: str, own: bool) -> None:
     model = tiny(family)
     links = patch(model, links_of(model, "input" if own else "width", own))
@@ -111,22 +123,24 @@ def test_projected_gradients_are_those_without_a_backend(family: str, own: bool)
     projected = {name: link.take() for name, link in links.items()}
     assert len(links) == 4
     assert not links.keys() & expected.keys()
-    for choice in ("keep", "recompute", "swap_host"):
-        for products in ("project", "recompute"):
-            policy = PAPER_KEPT | {"experts": choice, "projected_inputs": products}
-            with installed(model, policy, store=host_store()) as backend:
-                for _ in range(3):  # watched, recorded, and by the record
-                    backend.begin_step()
-                    assert_equal(gradients(model), expected)
-                    assert_equal({name: link.take() for name, link in links.items()}, projected)
-                report = backend.report()
-            held = report.bytes_by_label.get("projected_inputs", 0)
-            assert bool(held) == (products == "project")
-            assert report.missed == ()
+    for choice, products in POLICIES[own]:
+        policy = PAPER_KEPT | {"experts": choice, "projected_inputs": products}
+        with installed(model, policy, store=host_store()) as backend:
+            for _ in range(3):  # watched, recorded, and by the record
+                backend.begin_step()
+                assert_equal(gradients(model), expected)
+                assert_equal({name: link.take() for name, link in links.items()}, projected)
+            report = backend.report()
+        held = report.bytes_by_label.get("projected_inputs", 0)
+        assert bool(held) == (products == "project")
+        assert report.missed == ()
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["projected", "whole"])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4"])
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [("mixtral", False), ("gpt_oss", False), ("gpt_oss", True), ("llama4", True)],
+    ids=str,
+)
 def test_gradients_of_int8_weights_are_those_without_a_backend(family: str, whole: bool) -> None:
     model = tiny(family)
     links = patch(model, links_of(model, "width", own=False))
@@ -193,7 +207,8 @@ def test_no_token_changes_experts_when_a_layer_is_computed_again(family: str) ->
 
 # -- losses of router logits ------------------------------------------------------------------------------
 
-ROUTERS = ["mixtral", "qwen3_moe", "gpt_oss", "olmoe"]  # the others have no such loss
+# The other families have no such loss.
+ROUTERS = [("mixtral", False), ("qwen3_moe", True), ("gpt_oss", True), ("olmoe", False)]
 # Error of a router's gradient that 8 bits may make: thrice that of what they hold, since differences of experts count.
 LOSSY = {"int8": 3 * 0.015, "fp8": 3 * 0.06}
 SHARE = 1.0  # of either loss in the whole, so that routers would have other gradients without it
@@ -210,8 +225,7 @@ def router_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-@pytest.mark.parametrize("family", ROUTERS)
+@pytest.mark.parametrize(("family", "own"), ROUTERS, ids=str)
 def test_losses_of_router_logits_have_the_gradients_of_dense_experts(
     family: str, own: bool
 ) -> None:
@@ -225,7 +239,11 @@ def test_losses_of_router_logits_have_the_gradients_of_dense_experts(
     projected_loss, expected = router_gradients(model)
     projected = {name: link.take() for name, link in links.items()}
     torch.testing.assert_close(projected_loss, loss, rtol=1e-6, atol=0)
-    assert all(torch.dist(expected[n], dense[n]) < 1e-5 * without[n].norm() for n in routers)
+    for name in routers:
+        # Experts' part of the gradient within 1e-5, and what fp32 rounds of the sum (2^-24 of it, in a few sums). This is up
+        # to 1,200 times as long: olmoe's auxiliary loss pulls that much harder than its tiny language model.
+        rounding = 1e-7 * dense[name].norm()
+        assert torch.dist(expected[name], dense[name]) < 1e-5 * without[name].norm() + rounding
     for choice in ("keep", "recompute", "swap_host", "int8", "fp8"):
         policy = PAPER_KEPT | {"experts": choice}
         with installed(model, policy, store=host_store()) as backend:

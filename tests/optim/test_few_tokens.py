@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_trained_mixtures import BASES, FAMILIES, mixture
 from torch import Tensor, nn
+from trained_mixtures import BASES, FAMILIES, mixture
 
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.low_rank import LowRankStack
