@@ -53,16 +53,16 @@ def logits(model: nn.Module) -> Tensor:
     ids=str,
 )
 def test_it_trains_as_in_the_model_s_dtype(family: str, basis: str, dtype: torch.dtype) -> None:
-    """In two micro-batches, clipped, through refreshes: measured within 5 %."""
+    """In two micro-batches, clipped, through refreshes: measured within 2 %."""
     losses = []
     for options in (INT8, OPTIONS):
         model = mixture(family, dtype)
         optimizer = HMT(model, **options, expert_basis=basis)
         assert len(of_experts(model)) == (4 if options is INT8 else 0)
-        losses.append(train(model, optimizer, range(20), micro_batches=2))
+        losses.append(train(model, optimizer, range(10), micro_batches=2))
         optimizer.close()
-    assert losses[0][-1] < 0.8 * losses[0][0]
-    assert losses[0][-1] == pytest.approx(losses[1][-1], rel=0.1)
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
 def test_rounded_to_nearest_experts_stall(monkeypatch: pytest.MonkeyPatch) -> None:

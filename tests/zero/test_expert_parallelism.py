@@ -146,7 +146,7 @@ def weights(engine: Any, layout: Layout) -> dict[str, Tensor]:
 
 
 def run(
-    stage: int, options: dict[str, Any] | None, layout: Layout, steps: int = 4, **changes: Any
+    stage: int, options: dict[str, Any] | None, layout: Layout, steps: int = 3, **changes: Any
 ) -> dict[str, Any]:
     engine = engine_of(stage, options, layout, **changes)
     found: dict[str, Any] = train(engine, range(steps))
@@ -201,10 +201,10 @@ def poisoned(stage: int, layout: Layout) -> dict[str, Any]:
 
 def saved(stage: int, options: dict[str, Any], folder: str, **changes: Any) -> dict[str, Any]:
     engine = engine_of(stage, options, TWO, **changes)
-    train(engine, range(3))
-    engine.save_checkpoint(folder, tag="three")
+    train(engine, range(2))
+    engine.save_checkpoint(folder, tag="two")
     here = weights(engine, TWO)
-    found = train(engine, range(3, 5))
+    found = train(engine, range(2, 4))
     return {**found, "weights": weights(engine, TWO), "saved": here}
 
 
@@ -217,7 +217,7 @@ def resumed(
             param.zero_()
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
-    found = train(engine, range(3, 5))
+    found = train(engine, range(2, 4))
     return {**found, "weights": weights(engine, layout)}
 
 
@@ -254,7 +254,6 @@ def alone(ranks: Ranks) -> dict[str, dict[str, Any]]:
     ("world", "stage", "refreshes", "layout"),
     [
         (2, 0, "always", TWO),
-        (2, 1, "once", TWO),
         (2, 2, "always", TWO),
         (4, 0, "once", Layout((2, 2), data_first=True)),
         (4, 1, "always", Layout((2, 4))),
@@ -287,23 +286,22 @@ def test_ranks_are_one_rank(
             assert shards == (world // size if stage else 1), name
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_adamw_is_deepspeeds(ranks: Ranks, world: int) -> None:
-    stock = ranks.run(run, world, 1, None, TWO)
-    ours = ranks.run(run, world, 1, {"method": "adamw"}, TWO)
+def test_adamw_is_deepspeeds(ranks: Ranks) -> None:
+    stock = ranks.run(run, 4, 1, None, TWO)
+    ours = ranks.run(run, 4, 1, {"method": "adamw"}, TWO)
     for own, other in zip(ours, stock, strict=True):
         assert own["losses"] == pytest.approx(other["losses"], rel=LOSS)
         assert own["norms"] == pytest.approx(other["norms"], rel=NORM)
     assert furthest(whole(ours), whole(stock)) < WEIGHT
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize(("device", "world"), [("cpu", 2), ("nvme", 4)])
 def test_offloaded_states(
-    ranks: Ranks, alone: dict[str, dict[str, Any]], device: str, tmp_path: Path
+    ranks: Ranks, alone: dict[str, dict[str, Any]], device: str, world: int, tmp_path: Path
 ) -> None:
     path = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
     offload = {"offload_optimizer": {"device": device, **path}}
-    parts = ranks.run(run, 4, 2, ALWAYS, TWO, zero_optimization=offload)
+    parts = ranks.run(run, world, 2, ALWAYS, TWO, zero_optimization=offload)
     assert_like(parts, alone["always"])
 
 
@@ -337,13 +335,13 @@ def test_checkpoints_load_at_another_ep_size(ranks: Ranks, tmp_path: Path) -> No
     assert_like(ranks.run(resumed, 4, 2, ALWAYS, TWO, str(tmp_path)), known)
     # DeepSpeed's layout of weights
     for number in range(EXPERTS):
-        path = tmp_path / "three" / f"layer_1_expert_{number}_mp_rank_00_model_states.pt"
+        path = tmp_path / "two" / f"layer_1_expert_{number}_mp_rank_00_model_states.pt"
         for name, value in torch.load(path, weights_only=True).items():
             assert torch.equal(value, whole(before, "saved")[name])
 
 
 def test_bf16_resumes_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    options, changes = {"update_interval": 2}, {"bf16": {"enabled": True}}
+    options, changes = {"update_interval": 3}, {"bf16": {"enabled": True}}
     before = ranks.run(saved, 4, 2, options, str(tmp_path), **changes)
     again = ranks.run(resumed, 4, 2, options, TWO, str(tmp_path), **changes)
     for one, other in zip(before, again, strict=True):

@@ -333,7 +333,7 @@ def test_a_whole_scaled_model_is_planned_within_5_percent(run: dict[str, Any]) -
 
 def test_one_with_int8_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU decodes in pieces whose fp32 values a GPU does not have."""
-    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 1 << 14)
     check_whole_model(run_of(expert_basis="shared", weight_dtype="int8"))
 
 
