@@ -150,6 +150,9 @@ def _serve() -> None:
             importlib.import_module(module.name)
     for name in ("auto_ep_config", "auto_ep_layer"):  # in every engine
         importlib.import_module(f"deepspeed.module_inject.{name}")
+    # DeepSpeed's engines with other optimizers, to know Muon, whose functions are compiled: torch's compiler takes each rank
+    # two seconds and a half to import.
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     normal_quantiles(torch.device("cpu"))
     load()  # half a second each, in every case; they start no thread before a step
     tiny_llama()  # what the first model of a process is late with
