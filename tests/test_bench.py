@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import forked_bench
 import pytest
-from forked_bench import BENCH, environment, run_forked
+from forked import Interpreter
+from forked_bench import BENCH, environment
 
 from benchmarks import gpu, gpu_bytes
 
@@ -41,9 +43,13 @@ MEASUREMENT_FIELDS = {
 }
 
 
+@cache
+def interpreter() -> Interpreter:
+    return Interpreter(forked_bench.__file__, environment())
+
+
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_forked(arguments, Path(folder))
+    return interpreter().run(BENCH, *arguments)
 
 
 def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -20,6 +20,7 @@ from typing import Any
 SOURCE = Path(__file__).with_name("device.cpp")
 _ON_IT = "ON_FAKE_CUDA_DEVICE"
 MEMORY = 80 * 2**30
+_is_in_place = False
 
 
 def library() -> Path:
@@ -50,14 +51,18 @@ def build() -> Path:
 def require() -> None:
     """Start this process again with the library preloaded, unless it is; then put the device in place.
 
-    To be called before torch is imported.
+    To be called before torch is imported. A fork of a process that has done so has the device.
     """
+    global _is_in_place
+    if _is_in_place:
+        return
     if os.environ.pop(_ON_IT, None) is None:
         environment = {**os.environ, "LD_PRELOAD": str(build()), _ON_IT: "1"}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     del os.environ["LD_PRELOAD"]  # of this process alone: compilers are started too
     _replace_torch_cuda()
     _number_memory()
+    _is_in_place = True
 
 
 class Waits:

@@ -2,12 +2,9 @@
 the number of experts."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forked_device import output_of
 
 pytest.importorskip("triton")
 
@@ -25,15 +22,7 @@ LAUNCHES = {
 
 
 def test_launches_do_not_grow_with_experts_and_nobody_waits() -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("count_experts.py"))],
-        env={k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    counted = [json.loads(line) for line in done.stdout.splitlines()]
+    counted = [json.loads(line) for line in output_of("count_experts.py").splitlines()]
     assert {n for _, _, n, _ in counted} == {8, 64}
     for basis, biases, _, phases in counted:
         found = tuple(phases[phase]["launches"] for phase in ("forward", "backward"))

@@ -6,16 +6,12 @@ from 16 to 32 layers at most a tenth more.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forked_device import output_of
 
 pytest.importorskip("triton")
 
-COUNT = Path(__file__).with_name("count.py")
 HIDDEN = 1024
 
 # launches, a_layer, refresh, first: of the optimizer's step with two layers, ordinary, what the second adds, with one
@@ -128,25 +124,13 @@ def budgets() -> list:
     ]
 
 
-def count(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(COUNT), *arguments],
-        env={k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize(("subject", "ranks", "modes"), budgets())
 def test_a_step_keeps_to_its_budget(
     subject: str, ranks: str, modes: dict[str, dict[str, int]]
 ) -> None:
     """A device mismatch is an error of its own."""
     options = ("--subject", subject, "--ranks", ranks, "--hidden", str(HIDDEN))
-    lines = map(str.split, count(",".join(modes), "--table", *options).splitlines())
+    lines = map(str.split, output_of("count.py", ",".join(modes), "--table", *options).splitlines())
     rows = [words[2:] for words in lines if words[:2] == [subject, ranks]]
     over = {}
     for (mode, budget), (counted, *numbers) in zip(modes.items(), rows, strict=True):
@@ -159,7 +143,8 @@ def test_a_step_keeps_to_its_budget(
 @pytest.mark.slow
 def test_kernels_of_a_step_compile_and_the_7b_keeps_to_its_budget() -> None:
     """For sm_80; 224 matrices in three shapes."""
-    lines = count("right,apollo", "16", "32", "--json", "--architecture", "80").splitlines()
+    options = ("16", "32", "--json", "--architecture", "80")
+    lines = output_of("count.py", "right,apollo", *options).splitlines()
     found = [json.loads(line)["steps"] for line in lines if line.startswith("{")]
     for half, whole, most, growth in ((*found[:2], 251, 1.1), (*found[2:], 329, 1.15)):
         few, many = (one["ordinary"]["step"]["launches"] for one in (half, whole))

@@ -1,12 +1,9 @@
 """The recorder against what single operations are known to do on a GPU."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forked_device import output_of
 
 pytest.importorskip("triton")
 
@@ -41,9 +38,4 @@ KNOWN = {
 
 
 def test_operations_are_counted_as_a_gpu_would_run_them() -> None:
-    script = Path(__file__).with_name("recorded.py")
-    env = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == KNOWN
+    assert json.loads(output_of("recorded.py").splitlines()[-1]) == KNOWN

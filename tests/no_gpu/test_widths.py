@@ -1,11 +1,9 @@
 """Columns of the projections on a CUDA device, without one: planned and drawn."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forked_device import output_of
 
 from hmt_deepspeed.planner.model.shapes import parameters, plain_shape
 from hmt_deepspeed.planner.run.modes import OptimizerMode
@@ -13,25 +11,6 @@ from hmt_deepspeed.planner.run.states import gradient_columns
 
 pytest.importorskip("triton")
 
-WIDTHS = """
-import device
-
-device.require()
-
-import json
-
-from subjects import Case, fake_device, model_of
-
-from hmt_deepspeed import HMT
-
-with fake_device():
-    found = []
-    for fields in json.loads({fields!r}):
-        optimizer = HMT(model_of(Case("bare", "right", 1, hidden=512)), lr=1e-3, **fields)
-        matrices = optimizer.matrices.items()
-        found.append({{name: (m.rank, m.width, m.projection.shape[1]) for name, m in matrices}})
-print(json.dumps(found))
-"""
 FIELDS = [
     {"rank": 100},
     {"rank": 0.1, "residual": "none"},
@@ -42,18 +21,11 @@ FIELDS = [
 
 
 def test_every_projection_has_a_multiple_of_16_columns_but_by_the_users_own_probes():
-    done = subprocess.run(
-        [sys.executable, "-c", WIDTHS.format(fields=json.dumps(FIELDS))],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(output_of("widths.py", json.dumps(FIELDS)).splitlines()[-1])
     shape = plain_shape(
         layers=1, hidden=512, heads=4, vocab=32000, intermediate=512 * 43 // 16, gated=True
     )
-    for fields, matrices in zip(FIELDS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for fields, matrices in zip(FIELDS, found, strict=True):
         mode = OptimizerMode(**fields)
         planned = {
             parameter.name.replace("*", "0"): gradient_columns(parameter, mode)[1]
