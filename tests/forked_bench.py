@@ -26,7 +26,9 @@ def environment() -> dict[str, str]:
 if __name__ == "__main__":
     to = forked.answers()
     import deepspeed  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import torch._dynamo  # noqa: F401  the first operation of a dispatch mode imports it
+    import transformers.models.llama.modeling_llama
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
     import hmt_deepspeed.zero.registration  # noqa: F401
     from benchmarks import gpu, suites  # noqa: F401

@@ -297,10 +297,10 @@ def test_other_kernels_beside_eager(
     assert targets == {"<="}  # one fewer than eager's
 
 
-def gpu_samples(folder: Path, *options: str) -> dict[str, Any]:
+def gpu_samples(folder: Path, *options: str, run: Any = run_bench) -> dict[str, Any]:
     """What the suite for a GPU has written after one more toy run."""
     arguments = ("gpu", "--toy", "--dtype", "bf16", "--case", "1b", "--output", str(folder))
-    done = run_bench(*arguments, *options)
+    done = run(*arguments, *options)
     assert done.returncode == 0, done.stderr[-4000:]
     (path,) = folder.glob("*/gpu.json")
     assert path.with_suffix(".svg").is_file()
@@ -309,7 +309,7 @@ def gpu_samples(folder: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_contender_of_the_gpu_suite_runs(tmp_path: Path) -> None:
-    found = gpu_samples(tmp_path)
+    found = gpu_samples(tmp_path, run=run_alone)
     assert not {name: run for name, run in found.items() if "seconds" not in run}
 
 
