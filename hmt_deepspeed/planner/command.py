@@ -21,7 +21,7 @@ from hmt_deepspeed.planner.model.models import SIZES, model_shape
 from hmt_deepspeed.planner.model.shapes import ModelShape, num_parameters
 from hmt_deepspeed.planner.run.modes import OptimizerMode
 from hmt_deepspeed.planner.solve.cost import estimate
-from hmt_deepspeed.planner.solve.plan import plan_from_json
+from hmt_deepspeed.planner.solve.plan import Plan, plan_from_json
 from hmt_deepspeed.planner.timeline.simulate import simulate
 from hmt_deepspeed.rules import DEFAULT, DENSE, methods
 
@@ -161,10 +161,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _answer(args: argparse.Namespace) -> None:
-    advice = advise(_request(args))
+    request = _request(args)
+    saved = _saved_plan(args.plan) if args.plan else None
+    if args.picture:
+        from hmt_deepspeed.planner.timeline.picture import require_matplotlib
+
+        require_matplotlib(args.picture)
+    advice = advise(request)
     print(describe(advice))
-    if args.plan:
-        _compare(advice, args.plan)
+    if saved is not None:
+        _compare(advice, saved, args.plan)
     if args.write:
         config = deepspeed_json(advice.request, advice.best, nvme_path=args.nvme_path)
         _write(args.write, json.dumps(config, indent=2))
@@ -242,11 +248,14 @@ def _machine(args: argparse.Namespace) -> Machine:
     return replace(machine_from_json(Path(args.machine).read_text(encoding="utf-8")), **given)
 
 
-def _compare(advice: Advice, path: str) -> None:
-    """Print what a plan from a file would do in place of the one just made."""
+def _saved_plan(path: str) -> Plan:
     if not Path(path).is_file():
         raise ValueError(f"--plan {path}: no such file. Write one with --save_plan.")
-    plan = plan_from_json(Path(path).read_text(encoding="utf-8"))
+    return plan_from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _compare(advice: Advice, plan: Plan, path: str) -> None:
+    """Print what a plan from a file would do in place of the one just made."""
     problem = advice.best.problem
     plan.check_fits(problem.workload, problem.machine)
     played = simulate(problem, plan)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hmt_deepspeed.planner.timeline.simulate import Simulation
 
-__all__ = ["draw"]
+__all__ = ["draw", "require_matplotlib"]
 
 _ROWS = {  # resource -> what it is called, from the top
     "gpu": "GPU",
@@ -31,6 +31,20 @@ _OTHER = ("weights", "tab:gray")  # on their way
 _LEGEND = "gaps are idle,\npale is busy part of the time"
 
 
+def require_matplotlib(path: str | Path) -> None:
+    """
+    Raises:
+        ValueError: matplotlib is not installed, without which there is no picture at ``path``.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"--picture {path} needs matplotlib, which is not installed. pip install matplotlib, or leave "
+            "--picture out."
+        ) from error
+
+
 def draw(simulation: Simulation, path: str | Path, *, gpu_limit: float, title: str) -> None:
     """Write the picture; its kind follows from the file's suffix.
 
@@ -40,13 +54,9 @@ def draw(simulation: Simulation, path: str | Path, *, gpu_limit: float, title: s
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            f"--picture {path} needs matplotlib, which is not installed. pip install matplotlib, or leave "
-            "--picture out."
-        ) from error
+    require_matplotlib(path)
+    from matplotlib.figure import Figure
+
     spans = [span for span in simulation.timeline.spans if span.end > span.start]
     resources = [name for name in _ROWS if any(span.task.resource == name for span in spans)]
     figure = Figure(figsize=(12, 3 + 0.5 * len(resources)), layout="constrained")
