@@ -59,6 +59,26 @@ class Alone:
         )
 
 
+class Together:
+    """Steps of matrices of one kind in one stack: of each what :func:`step` does."""
+
+    def __init__(self, matrices: list[MatrixRule]) -> None:
+        self.matrices, self.stack = matrices, matrices[0].STACK(matrices)
+
+    def step(self, gradients: Tensor, **hyper: Any) -> Tensor:
+        """Updates, matrices x rows x width, by gradients as the matrices take them."""
+        for matrix in self.matrices:
+            matrix.moments.steps += 1
+        stack, number = [self.stack], torch.tensor(self.matrices[0].moments.steps)
+        self.stack.observe(self.stack.measure(stack, [gradients], ALL), 1.0)
+        self.stack.start(torch.ones(len(gradients)), **hyper, step=number)
+        (update,), sums = self.stack.advance(stack, [gradients.clone()], ALL)
+        (change,) = self.stack.finish(stack, [update], sums)
+        rank, (inside, outside) = self.stack.rank, change.scale.unbind(1)
+        parts = change.update[..., :rank], change.update[..., rank:]
+        return torch.cat((parts[0] * inside.view(-1, 1, 1), parts[1] * outside.view(-1, 1, 1)), -1)
+
+
 def step(matrix: MatrixRule, gradient: Tensor, factor: float = 1.0, **hyper: Any) -> Tensor:
     """The update of a step with the gradient as the matrix takes it, all of whose rows are here."""
     alone = Alone(matrix, factor, **hyper)

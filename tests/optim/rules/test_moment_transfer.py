@@ -79,15 +79,20 @@ def restarted(matrix, basis):
 def compare(share_kept, rules, seeds=range(6)):
     """Per rule, mean over seeds of (cosine, norm ratio) of the first step in the new basis."""
     results = torch.zeros(len(rules), 2)
+    sources, of_seed = [], []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
-        source = gradients(generator)
+        sources.append(gradients(generator))
         old, new = bases(generator, share_kept)
-        moved, converged = new_matrix(old), new_matrix(new)
-        for _ in range(STEPS):
-            gradient = next(source)
-            step(moved, gradient)
-            step(converged, gradient)
+        of_seed.append((new_matrix(old), new_matrix(new), new))
+    matrices = [matrix for *pair, _ in of_seed for matrix in pair]
+    projections = torch.stack([matrix.projection for matrix in matrices])
+    together = alone.Together(matrices)
+    for _ in range(STEPS):
+        drawn = torch.stack([next(source) for source in sources])
+        given = drawn.repeat_interleave(2, dim=0) @ projections
+        together.step(given, betas=BETAS, eps=EPS)
+    for source, (moved, converged, new) in zip(sources, of_seed, strict=True):
         gradient = next(source)
         target = step(converged, gradient).flatten()
         for row, rule in enumerate(rules):

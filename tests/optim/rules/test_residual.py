@@ -75,16 +75,18 @@ def test_expected_probe_residual_is_the_exact_one_scaled(unlimited, probes, draw
     unbiased = (N - RANK) / probes
     assert matrix.residual_scale == (unbiased if probes == 6 else 8.0)
     gradient, total = series[-1], torch.zeros(M, N)
-    for step in range(draws):
-        twin = copy.copy(matrix)
-        twin.moments = copy.deepcopy(matrix.moments)
-        twin.limited_norm = matrix.limited_norm.clone()
-        alone.draw_probes(twin, step)
-        columns = twin.projection
-        update = alone.step(twin, gradient @ columns, betas=BETAS, eps=EPS)
-        direction = update[:, :RANK] / SCALE
-        total += update[:, RANK:] @ columns[:, RANK:].t() / SCALE
-    basis = matrix.basis
+    basis = matrix.basis.clone()
+    for first in range(0, draws, 100):
+        columns, twins = torch.empty(100, N, RANK + probes), []
+        for place in range(100):
+            alone.draw_probes(matrix, first + place)
+            columns[place] = matrix.projection
+            twins.append(copy.copy(matrix))
+            twins[-1].moments = copy.deepcopy(matrix.moments)
+            twins[-1].limited_norm = matrix.limited_norm.clone()
+        updates = alone.Together(twins).step(gradient @ columns, betas=BETAS, eps=EPS) / SCALE
+        total += (updates[..., RANK:] @ columns[..., RANK:].mT).sum(0)
+    direction = updates[-1, :, :RANK]
     low = gradient @ basis
     phi = (direction.norm(dim=1) / low.norm(dim=1))[:, None]
     exact = matrix.residual_scale / unbiased * phi * (gradient - low @ basis.t())
