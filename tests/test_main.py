@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from harness import Ranks
 
-from hmt_deepspeed.__main__ import split_arguments
+from hmt_deepspeed.__main__ import main, split_arguments
 
 SCRIPT = """
 import argparse
@@ -39,33 +39,32 @@ CONFIG = """{"train_batch_size": 8, "zero_optimization": {"stage": 2},
  "hmt": {"optimizer": {"rank": 4}}}"""
 
 
-def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+def launch(folder: str, *arguments: str) -> None:
+    """The command ``deepspeed``, by its entry point."""
+    from deepspeed.launcher.runner import main as deepspeed
+
+    os.chdir(folder)
     port = str(10000 + os.getpid() % 20000)
-    command = ["deepspeed", "--num_gpus", "2", "--master_port", port, "--module", "hmt_deepspeed"]
-    return subprocess.run(
-        [*command, *arguments], cwd=folder, env=env, capture_output=True, text=True
-    )
+    deepspeed(["--num_gpus", "2", "--master_port", port, "--module", "hmt_deepspeed", *arguments])
 
 
-def test_an_unchanged_script_trains_with_hmt(tmp_path: Path) -> None:
+def test_an_unchanged_script_trains_with_hmt(ranks: Ranks, tmp_path: Path) -> None:
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     (scripts / "train.py").write_text(SCRIPT)
     (scripts / "sibling.py").write_text("WORD = 'beside'\n")
     (tmp_path / "x.json").write_text(CONFIG)
-    done = launch(tmp_path, "scripts/train.py", "--deepspeed_config", "x.json", "--name", "a b")
-    assert done.returncode == 0, done.stderr[-3000:]
+    script = ("scripts/train.py", "--deepspeed_config", "x.json", "--name", "a b")
+    (code,), _, (output,) = ranks.attempt(launch, 1, str(tmp_path), *script)
+    assert code == 0, output[-3000:]
     for rank in (0, 1):
-        assert f"RESULT HMTEngine HMTZeroOptimizer beside a b {rank}" in done.stdout
+        assert f"RESULT HMTEngine HMTZeroOptimizer beside a b {rank}" in output
 
 
-def test_a_missing_script_is_named(tmp_path: Path) -> None:
-    done = launch(tmp_path, "no_such.py")
-    assert done.returncode != 0
-    assert "error: script 'no_such.py' does not exist" in done.stderr + done.stdout
-    assert "Traceback" not in (done.stderr + done.stdout).partition("error: script")[0]
+def test_a_missing_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["hmt_deepspeed", "--local_rank=0", "no_such.py"])
+    with pytest.raises(SystemExit, match=r"^error: script 'no_such\.py' does not exist"):
+        main()
 
 
 def test_arguments_are_split_at_the_script(tmp_path: Path) -> None:

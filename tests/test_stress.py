@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -32,11 +33,11 @@ from reliability.json_configs import (
 from reliability.long_run import _MOST
 from reliability.random_configs import _problem
 
-ROOT = Path(__file__).resolve().parents[1]
+STRESS = Path(__file__).resolve().parents[1] / "launch" / "stress.py"
 
 
 def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launch" / "stress.py"), *arguments]
+    command = [sys.executable, str(STRESS), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -203,10 +204,13 @@ def test_the_worker_of_a_long_run_keeps_nothing_of_what_steps_print(
 # -- the command ------------------------------------------------------------------------------------
 
 
-def test_small_numbers_are_kept_from_the_results() -> None:
-    done = stress("kills", "--small")
-    assert done.returncode != 0
-    assert "--small needs --output" in done.stderr
+def test_small_numbers_are_kept_from_the_results(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(STRESS), "kills", "--small"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(STRESS), run_name="__main__")
+    assert "--small needs --output" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -268,16 +266,22 @@ if __name__ == "__main__":
 """
 
 
-def test_accelerate_launch_runs_an_unchanged_script(tmp_path: Path) -> None:
+def launch(*arguments: str) -> None:
+    """The command ``accelerate launch``, by its entry point."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    os.chdir(ROOT)
+    port = str(10000 + os.getpid() % 20000)
+    launch_command(launch_command_parser().parse_args(["--main_process_port", port, *arguments]))
+
+
+def test_accelerate_launch_runs_an_unchanged_script(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     save_tiny_model(tmp_path / "start")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    port = str(10000 + os.getpid() % 20000)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", port]
-    command += ["--config_file", "ds_configs/accelerate.yaml", "-m", "hmt_deepspeed"]
-    command += [str(tmp_path / name) for name in ("train.py", "start", "saved")]
-    done = subprocess.run([*command, "0.01"], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "RESULT HMTZeroOptimizer 8 True True True" in done.stdout
+    options = ["--config_file", "ds_configs/accelerate.yaml", "-m", "hmt_deepspeed"]
+    script = [str(tmp_path / name) for name in ("train.py", "start", "saved")]
+    (code,), _, (output,) = ranks.attempt(launch, 1, *options, *script, "0.01")
+    assert code == 0, output[-3000:]
+    assert "RESULT HMTZeroOptimizer 8 True True True" in output
     saved, start = (plain_weights(tmp_path / name) for name in ("saved", "start"))
     assert furthest(saved, start) > 1e-3
