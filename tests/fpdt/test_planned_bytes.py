@@ -75,7 +75,7 @@ def test_device_bytes_of_a_model_are_those_counted(
 
 @pytest.mark.parametrize("choice", ["keep", "int8", "swap_host"])
 def test_what_activations_hold_beside_chunks_is_counted(choice: str) -> None:
-    shape = Shape(128, 2, 2, vocabulary=64, sequence=640, micro_batch=1)
+    shape = Shape(128, 2, 2, vocabulary=64, sequence=384, micro_batch=1)
     model = llama(shape).to(torch.bfloat16)
     components = ("embedding", "residual", "attention_output", "lm_head")
     config = ActivationsConfig.model_validate({"policy": dict.fromkeys(components, choice)})
@@ -85,7 +85,7 @@ def test_what_activations_hold_beside_chunks_is_counted(choice: str) -> None:
     held = {"holders": activations.holders, "attention_holders": activations.attention_holders}
     counted_bytes = counted_step(shape, model, 128, **held)
     activations.close()
-    found = fpdt_bytes(shape_of_config(model.config), 640, 128, held=activations.held)
+    found = fpdt_bytes(shape_of_config(model.config), 384, 128, held=activations.held)
     assert found.device == pytest.approx(counted_bytes, rel=0.05)
 
 

@@ -98,9 +98,9 @@ def history(run: Any, *keys: str) -> list[tuple[float, ...]]:
     return [tuple(h[k] for k in keys) for h in run.state.log_history if keys[0] in h]
 
 
-def runs(folder: Path, precision: str) -> dict[str, Any]:
-    """One run that stops early, one that resumes it, one that neither evaluates nor saves; then short ones:
-    two of AdamW, of the example in ds_configs, and with HMT as the Trainer's own optimizer class."""
+def runs(folder: Path, precision: str, short_ones: tuple[str, ...]) -> dict[str, Any]:
+    """One run that stops early, one that resumes it, one that neither evaluates nor saves; then short ones, of:
+    two of AdamW, the example in ds_configs, and HMT as the Trainer's own optimizer class."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
@@ -143,7 +143,7 @@ def runs(folder: Path, precision: str) -> dict[str, Any]:
     found["bare_steps"] = history(bare, "loss", "grad_norm", "learning_rate")
     bare.deepspeed.destroy()
     by = (hmt_deepspeed.HMT, {"lr": 3e-3, "rank": 4})
-    for name in ("adamw", "stock", "example", "class"):
+    for name in short_ones:
         given = by if name == "class" else None
         short = trainer(folder, precision, name, config=name, by=given, max_steps=6)
         short.train()
@@ -156,16 +156,8 @@ def runs(folder: Path, precision: str) -> dict[str, Any]:
     return found
 
 
-CASES = [
-    (2, 1, "fp32"),
-    pytest.param((2, 1, "fp16"), marks=pytest.mark.slow),
-    (3, 2, "bf16"),
-]
-
-
-@pytest.fixture(scope="module", params=CASES, ids=["zero2-fp32", "zero2-fp16", "zero3-bf16"])
-def run(request: Any, ranks: Ranks, tmp_path_factory: Any) -> dict[str, Any]:
-    stage, world, precision = request.param
+def trained(ranks: Ranks, tmp_path_factory: Any, case: Any, *short_ones: str) -> dict[str, Any]:
+    stage, world, precision = case
     folder = tmp_path_factory.mktemp("trainer")
     save_tiny_model(folder / "start")
     configs = {
@@ -179,8 +171,36 @@ def run(request: Any, ranks: Ranks, tmp_path_factory: Any) -> dict[str, Any]:
     for name, config in configs.items():
         (folder / f"{name}.json").write_text(json.dumps(config))
     ranks.preload("transformers.trainer")
-    found = ranks.run(runs, world, folder, precision)[0]
+    found = ranks.run(runs, world, folder, precision, short_ones)[0]
     return found | {"folder": folder, "stage_asked": stage, "world": world, "precision": precision}
+
+
+@pytest.fixture(scope="module")
+def zero2_fp32(ranks: Ranks, tmp_path_factory: Any) -> dict[str, Any]:
+    return trained(ranks, tmp_path_factory, (2, 1, "fp32"), "adamw", "stock", "example")
+
+
+@pytest.fixture(scope="module")
+def zero2_fp16(ranks: Ranks, tmp_path_factory: Any) -> dict[str, Any]:
+    return trained(ranks, tmp_path_factory, (2, 1, "fp16"), "adamw", "stock", "example")
+
+
+@pytest.fixture(scope="module")
+def zero3_bf16(ranks: Ranks, tmp_path_factory: Any) -> dict[str, Any]:
+    return trained(ranks, tmp_path_factory, (3, 2, "bf16"), "class")
+
+
+FP16 = pytest.param("zero2_fp16", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["zero2_fp32", FP16, "zero3_bf16"])
+def run(request: Any) -> dict[str, Any]:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module", params=["zero2_fp32", FP16])
+def run_with_short_ones(request: Any) -> dict[str, Any]:
+    return request.getfixturevalue(request.param)
 
 
 def test_every_auto_reaches_the_engine(run: dict[str, Any]) -> None:
@@ -244,8 +264,9 @@ def test_a_saved_model_is_an_ordinary_one(run: dict[str, Any]) -> None:
     assert moved > 1e-3  # 16-bit rounding of the start alone is below 2e-4
 
 
-def test_adamw_is_deepspeeds_own(run: dict[str, Any]) -> None:
+def test_adamw_is_deepspeeds_own(run_with_short_ones: dict[str, Any]) -> None:
     """Sums in another order move an fp32 loss by an ulp or two, and flip the rounding of a 16-bit weight."""
+    run = run_with_short_ones
     tolerance = 1e-6 if run["precision"] == "fp32" else 1e-4
     assert len(run["stock"]) == 6
     for ours, stock in zip(run["adamw"], run["stock"], strict=True):
@@ -254,17 +275,17 @@ def test_adamw_is_deepspeeds_own(run: dict[str, Any]) -> None:
         assert ours[2] == stock[2]
 
 
-def test_the_example_trains(run: dict[str, Any]) -> None:
-    losses = [loss for loss, *_ in run["example"]]
+def test_the_example_trains(run_with_short_ones: dict[str, Any]) -> None:
+    losses = [loss for loss, *_ in run_with_short_ones["example"]]
     assert losses[-1] < losses[0]
 
 
-def test_hmt_as_the_trainers_optimizer_class(run: dict[str, Any]) -> None:
+def test_hmt_as_the_trainers_optimizer_class(zero3_bf16: dict[str, Any]) -> None:
     """Trainer's groups: 16 matrices decay, 5 norms do not."""
-    losses = [loss for loss, *_ in run["class"]]
+    losses = [loss for loss, *_ in zero3_bf16["class"]]
     assert losses[-1] < losses[0]
-    assert run["decay"] == [(16, 0.05), (5, 0.0)]
-    assert run["ranks"] == {4}
+    assert zero3_bf16["decay"] == [(16, 0.05), (5, 0.0)]
+    assert zero3_bf16["ranks"] == {4}
 
 
 def one_after_the_other(folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from problems import MACHINE, answer_of
@@ -13,6 +14,7 @@ from problems import MACHINE, answer_of
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.planner.advise.advise import (
+    Advice,
     advise,
     evaluate,
     largest_batch,
@@ -66,8 +68,13 @@ def test_learned_positions_end_the_sequence() -> None:
 # -- what it recommends ---------------------------------------------------------------------------------
 
 
+@cache
+def roomy() -> Advice:
+    return advise(request_for(cpu_adam=False))
+
+
 def test_the_fastest_that_fits_comes_first() -> None:
-    advice = advise(request_for(cpu_adam=False))
+    advice = roomy()
     speeds = [answer.tokens_per_second for answer in advice.answers]
     assert speeds == sorted(speeds, reverse=True)
     assert advice.fits
@@ -81,8 +88,7 @@ def test_the_fastest_that_fits_comes_first() -> None:
 
 def test_what_chunks_may_use_is_what_states_leave() -> None:
     """FPDT's own formula, with the budget less what is there between two steps."""
-    request = request_for(cpu_adam=False)
-    best = advise(request).best
+    request, best = roomy().request, roomy().best
     at_rest = ("weights", "gathered weights", "gradients", "optimizer states", "probes")
     room = best.problem.budget.gpu - sum(best.estimate.memory["gpu"].get(k, 0) for k in at_rest)
     longest = longest_in_chunks(best)
@@ -94,17 +100,17 @@ def test_what_chunks_may_use_is_what_states_leave() -> None:
 def test_lossy_setups_are_listed_and_recommended_where_nothing_exact_fits_or_they_may_be() -> None:
     small = OptimizerMode(rank=32, master_weights="none", state_dtype="int8")
     asked = {"modes": (MODE,), "lossy_modes": (small,), "cpu_adam": False, "offload_param": "none"}
-    roomy, tight = advise(request_for(**asked)), advise(request_for(gpu_gib=1.6, **asked))
+    large, tight = advise(request_for(**asked)), advise(request_for(gpu_gib=1.6, **asked))
     either = advise(request_for(lossy={}, **asked))
-    for advice in (roomy, tight, either):
+    for advice in (large, tight, either):
         assert {(a.mode == small, a.is_lossy) for a in advice.answers} == {
             (True,) * 2,
             (False,) * 2,
         }
         assert advice.fits
-    assert roomy.best.mode == MODE
+    assert large.best.mode == MODE
     assert either.best == either.answers[0]
-    assert roomy.faster == ((either.best,) if either.best.is_lossy else ())
+    assert large.faster == ((either.best,) if either.best.is_lossy else ())
     assert tight.best.mode == small
 
 
@@ -161,7 +167,7 @@ def listed(table: str) -> dict[str, float | None]:
 @pytest.mark.parametrize(
     "asked",
     [
-        "--model 7b --machine rtx4090",
+        "--model 7b --machine rtx4090 --zero_stage 3 --num_ssds 0",
         "--model 13b --machine rtx4090 --num_gpus 4 --global_batch 64 --offload_param nvme",
         "--model 1b --machine h100 --policy paper --lossy --price_per_hour 3",
         "--model 7b --machine rtx4080 --host_memory 16 --num_ssds 0 --method adamw",
