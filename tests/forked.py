@@ -44,7 +44,7 @@ class Interpreter:
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
             assert answer, "the interpreter is gone"
-            out, err = _output(folder)
+            out, err = output_of(folder)
         return subprocess.CompletedProcess([str(command), *arguments], json.loads(answer), out, err)
 
 
@@ -60,23 +60,25 @@ def serve(to: TextIO) -> None:
 
     assert torch.get_num_threads() == 1  # a pool of threads would not survive the fork
     for line in sys.stdin:
-        print(_fork(*json.loads(line)), file=to, flush=True)
+        print(fork(*json.loads(line)), file=to, flush=True)
 
 
 def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
     """For :func:`subprocess.run` of a Python script, in an interpreter that serves: a fork of it too."""
     with tempfile.TemporaryDirectory() as folder:
-        code = _fork(command[1], command[2:], folder)
-        out, err = _output(folder)
+        code = fork(command[1], command[2:], folder)
+        out, err = output_of(folder)
     return subprocess.CompletedProcess(command, code, out, err)
 
 
-def _output(folder: str) -> tuple[str, str]:
+def output_of(folder: str) -> tuple[str, str]:
+    """What a fork has printed: stdout and stderr."""
     out, err = (Path(folder, name).read_text("utf-8") for name in ("stdout", "stderr"))
     return out, err
 
 
-def _fork(command: str, arguments: list[str], folder: str) -> int:
+def fork(command: str, arguments: list[str], folder: str) -> int:
+    """Exit status of a Python script, run by a fork that prints into files of an empty folder."""
     if (pid := os.fork()) == 0:
         _become(command, arguments, folder)
     _, status = os.waitpid(pid, 0)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import forked_bench
 import pytest
-from forked import Interpreter
-from forked_bench import BENCH, environment
+from harness import Ranks
 
 from benchmarks import gpu, gpu_bytes
 
@@ -43,19 +43,30 @@ MEASUREMENT_FIELDS = {
 }
 
 
-@cache
-def interpreter() -> Interpreter:
-    return Interpreter(forked_bench.__file__, environment())
+_zygote: list[Ranks] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _served(ranks: Ranks) -> Iterator[None]:
+    """Who serves :func:`run_bench`; the first operation of a dispatch mode imports ``torch._dynamo``."""
+    ranks.preload("benchmarks.suites", "transformers.models.mixtral.modeling_mixtral")
+    ranks.preload("torch._dynamo")
+    _zygote.append(ranks)
+    yield
+    _zygote.clear()
 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return interpreter().run(BENCH, *arguments)
+    (zygote,) = _zygote
+    return zygote.command(forked_bench.__file__, *arguments)
 
 
 def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command itself, with the imports that a fork finds there."""
-    command = [sys.executable, BENCH, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, forked_bench.BENCH, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
 def toy_case(

@@ -24,6 +24,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import forked
+
 # Seconds a case may take. The slowest needs ten, on a loaded machine far more. Below pytest's own limit.
 TIMEOUT = 540.0
 # Seconds that the others have once a rank died, to notice and to say so; they need one, on a loaded machine more. Where
@@ -52,6 +54,13 @@ class Ranks:
     def preload(self, *modules: str) -> None:
         """Import modules in the zygote, once for all cases that follow."""
         self._ask({"preload": modules})
+
+    def command(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """What ``python SCRIPT ARGUMENTS`` returns and prints, in a fork that is no rank of any group."""
+        with tempfile.TemporaryDirectory() as folder:
+            code = self._ask({"command": script, "arguments": arguments, "folder": folder})
+            out, err = forked.output_of(folder)
+        return subprocess.CompletedProcess([script, *arguments], code, out, err)
 
     def _ask(self, job: dict[str, Any]) -> Any:
         assert self._zygote.stdin is not None
@@ -164,7 +173,9 @@ def _serve() -> None:
     os._exit(0)  # an orderly end takes a second and finds what was frozen
 
 
-def _run_job(job: dict[str, Any]) -> list[int]:
+def _run_job(job: dict[str, Any]) -> list[int] | int:
+    if "command" in job:
+        return forked.fork(job["command"], job["arguments"], job["folder"])
     for module in job.get("preload", ()):
         importlib.import_module(module)
     if "preload" in job:
