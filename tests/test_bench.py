@@ -48,9 +48,8 @@ _zygote: list[Ranks] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def _served(ranks: Ranks) -> Iterator[None]:
-    """Who serves :func:`run_bench`; the first operation of a dispatch mode imports ``torch._dynamo``."""
+    """Who serves :func:`run_bench`."""
     ranks.preload("benchmarks.suites", "transformers.models.mixtral.modeling_mixtral")
-    ranks.preload("torch._dynamo")
     _zygote.append(ranks)
     yield
     _zygote.clear()

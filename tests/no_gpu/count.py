@@ -96,7 +96,7 @@ def main() -> None:
             if not two.exists:
                 continue
             if args.table:
-                print(row(two, measure(one, recorder), measure(two, recorder)), flush=True)
+                print(row(two, measure(one, recorder, 3), measure(two, recorder)), flush=True)
                 continue
             for layers in args.layers:
                 begin = time.monotonic()

@@ -285,11 +285,12 @@ def fake_device(compiles: bool = False) -> Iterator[Recorder]:
         yield recorder
 
 
-def measure(case: Case, recorder: Recorder) -> dict[str, Step]:
-    """The first step, and an ordinary and a refreshing one thereafter, where the mode has such."""
+def measure(case: Case, recorder: Recorder, further: int = 4) -> dict[str, Step]:
+    """The first step, and the last ordinary and refreshing ones of some ``further`` steps, where the mode has such. Tables
+    are uploaded in the first of each kind; what is launched later has settled in the third step."""
     steps = SUBJECTS[case.subject](case, recorder)
     found = {"first": next(steps)}
-    for _ in range(4):
+    for _ in range(further):
         step = next(steps)
         found[step.kind] = step
     steps.close()

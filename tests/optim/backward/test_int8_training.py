@@ -15,7 +15,6 @@ from hmt_deepspeed.optim.backward.int8_linear import (
 from hmt_deepspeed.optim.hmt import HMT
 
 INT8 = {**OPTIONS, "weight_dtype": "int8"}
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 def linears(model):
@@ -63,8 +62,16 @@ def test_no_drift_over_500_steps(monkeypatch):
     assert near_loss > 3 * loss
 
 
-@pytest.mark.parametrize("projection", ["left", "auto", "two_sided"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("projection", "dtype"),
+    [
+        ("left", torch.float32),
+        ("left", torch.bfloat16),
+        ("auto", torch.bfloat16),
+        ("two_sided", torch.float32),
+        ("two_sided", torch.bfloat16),
+    ],
+)
 def test_every_projection_trains(projection, dtype):
     """As the run in the model's dtype does; measured within 2 %."""
     final = []

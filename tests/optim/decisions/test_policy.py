@@ -33,8 +33,14 @@ from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 # -- budget ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("projection", ["right", "two_sided"])
-@pytest.mark.parametrize("share", [0.12, 0.2, 0.35, 1.0])
+@pytest.mark.parametrize(
+    ("share", "projection"),
+    [
+        *((share, "right") for share in (0.12, 0.2, 0.35, 1.0)),
+        (0.12, "two_sided"),
+        (0.35, "two_sided"),
+    ],
+)
 def test_budget_is_never_exceeded(share, projection):
     sources = heterogeneous()
     weights, optimizer = construct(
@@ -42,8 +48,8 @@ def test_budget_is_never_exceeded(share, projection):
     )
     budget = share * sum(8 * w.numel() for w in weights)
     used = []
-    for step, _ in enumerate(train(weights, optimizer, sources, 40)):
-        if step == 20:  # the spectra change places: ranks must be taken back and given elsewhere
+    for step, _ in enumerate(train(weights, optimizer, sources, 24)):
+        if step == 12:  # the spectra change places: ranks must be taken back and given elsewhere
             sources[:] = sources[::-1]
         used.append(moment_and_basis_bytes(optimizer))
         assert used[-1] <= budget
