@@ -8,8 +8,7 @@ import pytest
 import torch
 from expert_modules import links_of, patch
 from harness import Ranks
-from test_model_parity import FP32, compare
-from tiny import LENGTH, batch, error, fpdt, step, tiny
+from tiny import FP32, LENGTH, batch, compare, error, fpdt, step, tiny
 
 MIXTURES = ["mixtral", "qwen3_moe, a layer without experts"]
 

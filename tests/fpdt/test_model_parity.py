@@ -2,18 +2,7 @@
 
 import pytest
 import torch
-from tiny import LENGTH, MODELS, batch, error, fpdt, step, tiny
-
-# The bound.
-FP32 = 1e-5
-
-
-def compare(model, inputs, factor=1.0, **options):
-    loss, expected = step(model, inputs, factor)
-    with fpdt(model, **options):
-        found_loss, found = step(model, inputs, factor)
-    torch.testing.assert_close(found_loss, loss, rtol=FP32, atol=0)
-    assert error(found, expected) <= FP32
+from tiny import FP32, LENGTH, MODELS, batch, compare, error, fpdt, step, tiny
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hmt_deepspeed.fpdt.install import install
 
 VOCABULARY = 61
+FP32 = 1e-5  # error of a loss, and of gradients as :func:`error` has it
 LENGTH = 37  # of no chunk size a multiple
 LLAMA_LIKE = {
     "hidden_size": 32,
@@ -125,3 +126,12 @@ def error(found, expected):
         float((found[n].double() - e.double()).norm()) / float(e.double().norm() + 0.012 * largest)
         for n, e in expected.items()
     )
+
+
+def compare(model, inputs, factor=1.0, **options):
+    """One step with and without FPDT."""
+    loss, expected = step(model, inputs, factor)
+    with fpdt(model, **options):
+        found_loss, found = step(model, inputs, factor)
+    torch.testing.assert_close(found_loss, loss, rtol=FP32, atol=0)
+    assert error(found, expected) <= FP32

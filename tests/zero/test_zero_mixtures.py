@@ -33,7 +33,7 @@ LAYOUTS = {
     (3, 3, 5): [1, 2, 2],
     (1, 3, 2): [1, 1, 1],
     (2, 4, 2): [1, 1, 1, 1],
-    (3, 4, 2): [1, 1, 1, 1],
+    (3, 3, 2): [1, 1, 1],
 }
 # Layout, family, basis, micro-batches. With a shared basis one of an expert's weights is projected on its rows and one
 # on its columns; with bases of their own all of a family's are stored as they are projected, or all transposed. "auto"
@@ -49,7 +49,7 @@ ROWS = [
     ((3, 3, 5), "Mixtral", "auto", 1),
     ((1, 3, 2), "GptOss", "own", 1),
     ((2, 4, 2), "GptOss", "auto", 1),
-    ((3, 4, 2), "Mixtral", "shared", 1),
+    ((3, 3, 2), "Mixtral", "shared", 1),
 ]
 EVERY = itertools.product(LAYOUTS, ("Mixtral", "GptOss"), ("shared", "own"), (1,))
 
@@ -90,7 +90,7 @@ WAYS: dict[str, dict[str, Any]] = {
 # 5). What is summed over an expert's rows is summed over ranks where these share an expert (3 of 2).
 WAYS_AT = [
     ("whole gradients", 2, 2, 6),
-    ("whole gradients", 3, 3, 5),
+    ("whole gradients", 3, 2, 5),
     ("apollo", 3, 2, 5),
     ("apollo_mini", 2, 3, 2),
     ("factored", 2, 3, 2),
@@ -120,8 +120,8 @@ def test_ways_of_low_rank(ranks: Ranks, way: str, stage: int, world: int, expert
 
 
 OFFLOAD: dict[str, tuple[int, int, int, dict[str, str]]] = {
-    "states on the host": (2, 3, 5, {"offload_optimizer": "cpu"}),
-    "states on an SSD": (3, 3, 5, {"offload_optimizer": "nvme"}),
+    "states on the host": (2, 2, 5, {"offload_optimizer": "cpu"}),
+    "states on an SSD": (3, 2, 5, {"offload_optimizer": "nvme"}),
     "all on the host": (3, 2, 6, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
     "parameters on the host": (3, 2, 5, {"offload_param": "cpu"}),
 }
@@ -156,7 +156,7 @@ def test_bases_in_host_memory(ranks: Ranks, basis: str, stage: int) -> None:
 def test_bases_in_host_memory_with_moments_of_old_ones(ranks: Ranks) -> None:
     """Of which experts keep none."""
     block = {"basis_cache": {"history": 2}}
-    first, second = ranks.run(ran, 2, "GptOss", 3, {"expert_basis": "auto"}, block=block)
+    first, second = ranks.run(ran, 2, "GptOss", 2, {"expert_basis": "auto"}, block=block)
     assert first["losses"] == second["losses"]
     assert furthest(first["weights"], second["weights"]) == 0
 
@@ -187,7 +187,7 @@ def poisoned(stage: int) -> dict[str, Any]:
     return {**found, "moved": moved, "skipped": skipped}
 
 
-@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 3)])
+@pytest.mark.parametrize(("stage", "world"), [(1, 3), (3, 2)])
 def test_what_is_not_finite_moves_nothing(ranks: Ranks, stage: int, world: int) -> None:
     for part in ranks.run(poisoned, world, stage):
         assert part["moved"] == 0
@@ -195,15 +195,15 @@ def test_what_is_not_finite_moves_nothing(ranks: Ranks, stage: int, world: int) 
         assert all(0 < norm < 100 for norm in part["norms"])
 
 
-@pytest.mark.parametrize(("stage", "world"), [(2, 2), (3, 3)])
-def test_bf16_weights_with_masters(ranks: Ranks, stage: int, world: int) -> None:
+def test_bf16_weights_with_masters(ranks: Ranks) -> None:
     """As one rank, up to roundings of gradients and of updates that travel where three ranks hold parts of four experts."""
     how: dict[str, Any] = {"bf16": {"enabled": True}, "experts": 4}
     how["widths"] = {"hidden_size": 40, "head_dim": 20, "intermediate_size": 24}
     (one,) = ranks.run(ran, 1, "Mixtral", 0, {}, **how)
-    for part in (parts := ranks.run(ran, world, "Mixtral", stage, {}, **how)):
-        assert part["losses"] == pytest.approx(one["losses"], rel=5e-3)
-        assert furthest(part["weights"], parts[0]["weights"]) == 0
+    for stage, world in ((2, 3), (3, 2)):
+        for part in (parts := ranks.run(ran, world, "Mixtral", stage, {}, **how)):
+            assert part["losses"] == pytest.approx(one["losses"], rel=5e-3)
+            assert furthest(part["weights"], parts[0]["weights"]) == 0
 
 
 class Einsum(nn.Module):

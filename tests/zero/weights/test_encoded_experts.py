@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Ranks
 from mixture_runs import EXPERTS, OPTIONS, STEPS, mixture
 from torch import Tensor
@@ -111,7 +112,7 @@ def run(family: str, stage: int, case: str, bf16: bool, experts: int) -> dict[st
         ("GptOss", "auto", 1, 2),
         ("Mixtral", "own", 1, 2),
         ("GptOss", "shared", 2, 3),
-        ("Mixtral", "auto", 2, 4),
+        ("Mixtral", "auto", 2, 3),
     ],
 )
 def test_every_layout_gives_the_bare_optimizer_s_run(
@@ -170,6 +171,7 @@ def saved(folder: str) -> dict[str, Any]:
         train_step(engine, step)
     engine.save_checkpoint(f"{folder}/checkpoint")
     engine.save_16bit_model(folder, "weights.bin")
+    dist.barrier()  # the first rank writes the file
     module = engine.module
     expected = {name: weight.decode() for name, weight in weights_of(module).items()}
     merged = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/checkpoint")
