@@ -129,7 +129,6 @@ def other_readers(folder: str) -> dict[str, Any]:
     generated = engine.module.generate(tokens[:, :4], max_new_tokens=4, do_sample=False)
     engine.save_checkpoint(f"{folder}/checkpoint")
     engine.save_16bit_model(folder, "weights.bin")
-    torch.distributed.barrier()  # the first rank writes the file
     engine.module.save_pretrained(f"{folder}/hf")
     state = torch.load(f"{folder}/weights.bin", weights_only=True)
     merged = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/checkpoint")
