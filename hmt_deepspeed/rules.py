@@ -22,6 +22,7 @@ __all__ = [
     "Shape",
     "State",
     "Sum",
+    "SumOf",
     "methods",
     "rank_at",
     "register_rule",
@@ -39,6 +40,7 @@ MULTIPLE = 8  # of ranks that are shares of a side: what a kernel's tiles take
 
 Axis = Literal["rows", "columns", "rank", 1]
 Shape = tuple[Axis, ...]
+SumOf = Literal["gradient", "states", "update"]
 
 
 def stored_bytes(numel: int, dtype: str) -> int:
@@ -102,12 +104,13 @@ class Sum:
 
     Attributes:
         shape: () for a number, ("rank",) for a vector, ("rank", "rank") for a matrix.
-        early: of the gradient, before it is clipped; else of the update, once the states have taken the gradient.
+        of: ``gradient``, before it is clipped; ``states``, once they have taken it; ``update``, which the sums of states
+            have made of them.
     """
 
     name: str
     shape: Shape = ()
-    early: bool = True
+    of: SumOf = "gradient"
 
 
 @dataclass(frozen=True)
@@ -229,13 +232,21 @@ class Rule:
         largest = max((elements(shape, rows, columns, rank) for shape in stored), default=0)
         return "fp32" if wanted == "int8" and largest < MIN_INT8_ELEMENTS else wanted
 
-    def sum_lengths(self, early: bool, rows: int, columns: int, rank: int) -> dict[str, int]:
+    def sum_lengths(self, of: SumOf, rows: int, columns: int, rank: int) -> dict[str, int]:
         """How many numbers each sum has at a rank, by name, in order."""
-        asked = (found for found in self.sums if found.early == early)
+        asked = (found for found in self.sums if found.of == of)
         return {found.name: elements(found.shape, rows, columns, rank) for found in asked}
 
 
 _OF_EVERY_RULE = frozenset({"method", "master_weights", "state_dtype", "module_rules", "seed"})
+_OF_BASES = frozenset(
+    {
+        *("projection", "rank", "rank_candidates", "energy_threshold", "energy_estimate"),
+        *("rank_budget", "update_interval", "range_finder", "residual", "share_basis"),
+        *("expert_basis", "probes", "projected_backward", "scale", "max_full_gradient_bytes"),
+        *("weight_dtype", "target_modules"),
+    }
+)
 _OF_APOLLO = frozenset({"rank", "update_interval", "scale", "projected_backward", "target_modules"})
 _EVIDENCE = (
     State("evidence", ("rank",), "fp32", in_budget=False),
@@ -243,8 +254,8 @@ _EVIDENCE = (
 )
 _OF_ADAM = (State("exp_avg", ("rows", "rank")), State("exp_avg_sq", ("rows", "rank")))
 _ENERGIES = (Sum("inside"), Sum("outside"))  # squared norms of A, and of S or the rest of G
-_RESIDUAL = Sum("residual", early=False)  # its squared norm
-_OF_ROWS = tuple(Sum(name, early=False) for name in ("moved", "seen", "update"))
+_RESIDUAL = Sum("residual", of="states")  # its squared norm
+_OF_ROWS = tuple(Sum(name, of="states") for name in ("moved", "seen", "update"))
 _RULES = "hmt_deepspeed.optim.rules"
 # At AdamW's learning rate: GaLore's and Fira's 0.25 at ten times it for matrices, half of those ten for the others.
 _SCALE, _BESIDE = 2.5, 5.0
@@ -340,6 +351,25 @@ for _rule in (
         note="factored",
         scale=_SCALE,
         beside_ratio=_BESIDE,
+    ),
+    Rule(
+        name="muon",
+        method="muon",
+        text="Muon in a low-rank space: orthogonalised momentum with normalised rows",
+        carried_out_by=f"{_RULES}.muon:MuonMatrix",
+        gradient="projected",
+        bases="found",
+        states=(State("momentum", ("rows", "rank")), State("row_mean_square", ("rows", 1), "fp32")),
+        sums=(
+            *_ENERGIES,
+            Sum("gram", ("rank", "rank"), of="states"),
+            *(Sum(name, of="update") for name in ("direction", "normalised", "residual")),
+        ),
+        becomes_dense=True,
+        holds_experts=True,
+        reads=_OF_BASES,
+        scale=6.0,
+        beside_ratio=5.0,
     ),
     Rule(
         name="apollo",

@@ -85,6 +85,8 @@ class StackedStep:
                 group, own = stack.part(begin, end), members[begin:end]
                 parts = group.parts(MOST_ALIVE)
                 updates, sums = group.advance(parts, given.by_parts(begin, end, used_up=True))
+                if group.sums_updates:
+                    sums = group.complete(parts, updates, sums, slice(None))
                 changes = group.finish(parts, updates, sums)
                 del updates
                 for (first, last), change in zip(group.pieces(MOST_ALIVE), changes, strict=True):

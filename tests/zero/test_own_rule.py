@@ -41,7 +41,7 @@ TOY = Rule(
     gradient="projected",
     bases="found",
     states=(State("momentum", ("rows", "rank")),),
-    sums=(Sum("inside"), Sum("outside"), Sum("gram", ("rank", "rank"), early=False)),
+    sums=(Sum("inside"), Sum("outside"), Sum("gram", ("rank", "rank"), of="states")),
     note="one momentum",
     reads=frozenset(
         {
@@ -69,7 +69,8 @@ class Momentum(KeptStates):
     STATES: ClassVar[Mapping[str, str]] = {"momentum": "momentum"}
 
     def __init__(self, momentum: StateTensor) -> None:
-        self.momentum, self.steps = momentum, 0
+        super().__init__(momentum.data.device, [], 0)
+        self.momentum = momentum
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +102,7 @@ class ToyStack(ProjectedStack):
         momentum = state.read()
         momentum.lerp_(inside, (each != 0) * (1 - self.betas[0]))
         if momentum is not state.data:
-            state.write_many(momentum, self.shared("keys"), self.factor)
+            state.write_some(momentum, lambda: self.shared("keys"), self.factor)
         update = torch.zeros_like(gradient, dtype=torch.float32)
         update[..., : self.rank] = momentum
         held = momentum[:, counted]
@@ -110,7 +111,7 @@ class ToyStack(ProjectedStack):
     def finish(
         self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor
     ) -> list[Change]:
-        gram = self.named(sums, early=False)["gram"].unflatten(1, (self.rank, self.rank))
+        gram = self.named(sums, "states")["gram"].unflatten(1, (self.rank, self.rank))
         trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
         scale = (self.factor != 0) * self.first.scale / trace.sqrt().clamp_min(1e-12)
         both = torch.stack((scale, scale), dim=1).split([part.size for part in parts])

@@ -128,7 +128,7 @@ class FactoredStack(LowRankStack):
     def observe(
         self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
     ) -> None:
-        columns = self.named(self.of_held(sums), early=True)["columns"]
+        columns = self.named(self.of_held(sums), "gradient")["columns"]
         self._column_squares = columns / self.shape[0]
         super().observe(sums, scale, taken)
 

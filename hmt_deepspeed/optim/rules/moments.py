@@ -9,8 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.launching import upload
-from hmt_deepspeed.kernels.noise import Key, base_key, key_halves
 from hmt_deepspeed.optim.bases.basis import transfer_second_moment
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 
@@ -191,9 +189,8 @@ class Moments(KeptStates):
         two_sided: bool = False,
         several: tuple[int, ...] = (),
     ) -> None:
-        self.dtype, self.device, self.names, self.seed = dtype, device, names, seed
-        self.two_sided, self.several = two_sided, several
-        self.steps = 0
+        super().__init__(device, names, seed, several)
+        self.dtype, self.two_sided = dtype, two_sided
         self.first_evidence = torch.zeros(self.several, device=device)
         self._allocate(shape)
 
@@ -241,7 +238,7 @@ class Moments(KeptStates):
         A new direction of which a ``recalled`` basis had more evidence than the one in force, though it is old,
         takes its second moment from there. The first has forgotten what it knew since.
         """
-        old, first, keys = self._now(), self.exp_avg, [self._rounding(which) for which in (0, 1)]
+        old, first, keys = self._now(), self.exp_avg, [self.rounding_key(which) for which in (0, 1)]
         rows = first.shape[0] if left_overlap is None else left_overlap.shape[1]
         self._allocate((rows, overlap.shape[-1]))
         if not self.several:
@@ -268,14 +265,6 @@ class Moments(KeptStates):
         each = max(1, _CARRIED // elements)
         for begin in range(0, len(self.names), each):
             yield slice(begin, begin + each)
-
-    def _rounding(self, which: int) -> Key | Tensor:
-        """Of a state that is carried to another basis."""
-        of = [base_key(self.seed, name, "state", which, self.steps) for name in self.names]
-        if not self.several:
-            return of[0]
-        halves = [half for key in of for half in key_halves(key)]
-        return upload(halves, torch.int32, self.device).view(-1, 2)
 
     # -- checkpoint -----------------------------------------------------------------------------
 

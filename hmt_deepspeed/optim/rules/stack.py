@@ -9,8 +9,9 @@ those of all, everything else of those held. One step::
     sums = measure(gradients)             B x sums, each summed over all holders of rows
     observe(sums)                         the gradient's norm, smoothed energies
     start(factor)                         what is not as large as a gradient, once for all members
-    updates, late = advance(gradients)    states; ``late`` summed over all holders
-    changes = finish(updates, late)       limiter and scale, applied together with the update
+    updates, sums = advance(gradients)    states; ``sums`` summed over all holders
+    sums = complete(updates, sums)        of rules that make the update of sums of states; summed again
+    changes = finish(updates, sums)       limiter and scale, applied together with the update
 
 What is as large as a gradient comes by parts of a stack, which bound the memory taken at once: gradients of a part lie
 side by side, and changes are of parts. The last two are of the whole stack or, where its updates would take memory of
@@ -39,6 +40,7 @@ from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.matrix import ENERGY_SMOOTHING, OWN_WEIGHT, MatrixRule
 from hmt_deepspeed.optim.rules.side_by_side import Stacked, joined
 from hmt_deepspeed.optim.rules.state import StateTensor
+from hmt_deepspeed.rules import SumOf
 
 __all__ = ["MOST_ALIVE", "Gradients", "Stack"]
 
@@ -243,15 +245,20 @@ class Stack(ABC):
             return factor
         return torch.where(self.square_norms(sums) == 0, 0.0, factor)
 
-    def named(self, sums: Tensor, *, early: bool) -> dict[str, Tensor]:
-        """The sums of :meth:`measure` (``early``) or of :meth:`advance`, each B x its length, by name in the table."""
-        lengths = self.rule.sum_lengths(early, *self.shape, self.rank)
+    def named(self, sums: Tensor, of: SumOf) -> dict[str, Tensor]:
+        """The sums of :meth:`measure`, :meth:`advance` or :meth:`complete`, each B x its length, by name in the table."""
+        lengths = self.rule.sum_lengths(of, *self.shape, self.rank)
         return dict(zip(lengths, sums.split(list(lengths.values()), dim=1), strict=True))
 
     @property
-    def limits(self) -> bool:
-        """Whether :meth:`finish` needs the sums over all rows."""
-        return any(not one.early for one in self.rule.sums)
+    def sums_states(self) -> bool:
+        """Whether what :meth:`advance` gives is to be summed over all rows."""
+        return any(one.of == "states" for one in self.rule.sums)
+
+    @property
+    def sums_updates(self) -> bool:
+        """Whether :meth:`complete` is to be called, and what it gives to be summed over all rows."""
+        return any(one.of == "update" for one in self.rule.sums)
 
     # -- step -----------------------------------------------------------------------------------
 
@@ -351,6 +358,19 @@ class Stack(ABC):
     def advance_part(self, gradient: Gradients, counted: slice) -> tuple[Tensor, Tensor]:
         """:meth:`advance` of a part: its update, and terms of which the rule makes the sums, B x ... fp32."""
 
+    def complete(
+        self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor, counted: slice
+    ) -> Tensor:
+        """Complete the updates in place, given the sums of states over all rows, where :attr:`sums_updates` is true.
+
+        Args:
+            parts, counted: as in :meth:`advance`. updates, sums: of it.
+
+        Returns:
+            What is to be summed over all holders, B x a fixed length, fp32.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def finish(
         self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor
@@ -358,7 +378,7 @@ class Stack(ABC):
         """Limiter and scale, given the sums over all rows: the change of each of :meth:`pieces`.
 
         Args:
-            parts: as in :meth:`advance`. updates, sums: of it.
+            parts: as in :meth:`advance`. updates: of it. sums: of it, or of :meth:`complete`.
         """
 
     # -- energy ---------------------------------------------------------------------------------

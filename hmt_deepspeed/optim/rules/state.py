@@ -23,7 +23,8 @@ from hmt_deepspeed.kernels.int8_state import (
     encode_state,
     encode_states,
 )
-from hmt_deepspeed.kernels.noise import Key
+from hmt_deepspeed.kernels.launching import upload
+from hmt_deepspeed.kernels.noise import Key, base_key, key_halves
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round, stochastic_rounds
 from hmt_deepspeed.kernels.stored_state import StoredState
 
@@ -101,6 +102,20 @@ class StateTensor:
             stochastic_rounds(flat, self.data.view(flat.shape), key)
         else:
             self.data.copy_(value)
+
+    def write_some(self, value: Tensor, keys: Callable[[], Tensor], active: Tensor) -> None:
+        """Store fp32 values of a state :meth:`of_many`; a matrix whose ``active``, (B,) fp32, is 0 keeps its bits.
+
+        Args:
+            keys: makes those of the rounding, B x 2, where it rounds.
+        """
+        if value is self.data:
+            return
+        flat = value.contiguous().view(len(value), -1)
+        if self.scales is not None:
+            encode_states(flat, self.signed, keys(), self.data, self.scales, active)
+        else:
+            stochastic_rounds(flat, self.data.view(flat.shape), keys(), active)
 
     def stored(self, rows: int, keys: Callable[[], Tensor]) -> StoredState:
         """What a kernel updates in place, of a state :meth:`of_many`.
@@ -189,19 +204,40 @@ def restored_state(
 class KeptStates(ABC):
     """States of a rule for the rows of a matrix held here, without its bases.
 
+    Args:
+        names, seed: key the stochastic rounding: of the matrix, or of each of several.
+        several: (E,) of several matrices, which all tensors have as leading dimension; () of one.
+
     Attributes:
         steps: begun, those that the device skipped included.
         STATES: attributes that are stored states, by their names in the table.
         EVIDENCE: names of the attributes that are fp32 tensors of their own, and that every step changes.
     """
 
-    steps: int
     STATES: ClassVar[Mapping[str, str]]
     EVIDENCE: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        device: torch.device,
+        names: Sequence[str],
+        seed: int,
+        several: tuple[int, ...] = (),
+    ) -> None:
+        self.device, self.names, self.seed, self.several = device, names, seed, several
+        self.steps = 0
 
     def states(self) -> dict[str, StateTensor]:
         """Stored states by their names in the table."""
         return {name: getattr(self, attribute) for name, attribute in self.STATES.items()}
+
+    def rounding_key(self, which: int) -> Key | Tensor:
+        """Of a state that is carried to another basis, by its number; of several matrices E x 2."""
+        of = [base_key(self.seed, name, "state", which, self.steps) for name in self.names]
+        if not self.several:
+            return of[0]
+        halves = [half for key in of for half in key_halves(key)]
+        return upload(halves, torch.int32, self.device).view(-1, 2)
 
     @property
     @abstractmethod

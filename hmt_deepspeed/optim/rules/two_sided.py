@@ -55,7 +55,7 @@ class TwoSidedStack(LowRankStack):
     def observe(
         self, sums: Tensor, scale: Tensor | float = 1.0, taken: Tensor | None = None
     ) -> None:
-        by_name = self.named(sums, early=True)
+        by_name = self.named(sums, "gradient")
         self._core = by_name["core"].unflatten(1, (self.rank, self.rank))
         inside = square_norms(self._core)
         self._seen_norm = torch.maximum(inside, by_name["outside"][:, 0]).sqrt()
@@ -71,7 +71,7 @@ class TwoSidedStack(LowRankStack):
         row = directions.view(len(core), 1, -1)
         direct_(self, row, self.shared("taken"))
         shared = {"core": core, "directions": directions}
-        if self.limits:
+        if self.limits_residual:
             seen = torch.where(factor != 0, self._seen_norm * factor, 1.0).clamp_min(TINY)
             phi = square_norms(directions).sqrt() / seen
             known = self.residual_scale()
@@ -88,7 +88,7 @@ class TwoSidedStack(LowRankStack):
         assert isinstance(gradient, Tensor)
         gradient, each, rank = gradient.float(), self.factor.view(-1, 1, 1), self.rank
         gradient.mul_(each).masked_fill_(each == 0, 0.0)
-        if not self.limits:
+        if not self.limits_residual:
             return gradient.zero_(), gradient.new_zeros(gradient[:, counted].shape[:2])
         gradient[..., :rank].baddbmm_(self.left_bases(), self.shared("core"), alpha=-1)
         gradient[..., :rank] *= self.shared("inside").view(-1, 1, 1)
@@ -96,7 +96,7 @@ class TwoSidedStack(LowRankStack):
         return gradient, torch.linalg.vector_norm(gradient[:, counted], dim=2).square_()
 
     @property
-    def limits(self) -> bool:
+    def limits_residual(self) -> bool:
         return self.settings.residual == "probe"
 
     @property

@@ -242,14 +242,12 @@ class ZeroStep:
                 param_state.gradient.reduced = None  # used up
             found[part] = part.stack.advance(part.parts, gradients, part.counted)
             del gradients
-        limited = [part for part in parts if part.stack.limits]
-        if limited and self._zero.is_sharded_over(limited[0].holders):
-            of_all = [part.over_all(found[part][1]) for part in limited]
-            total = torch.cat([own.flatten() for own in of_all])
-            limited[0].holders.all_reduce(total)
-            lengths = [own.numel() for own in of_all]
-            for part, own, sums in zip(limited, of_all, total.split(lengths), strict=True):
-                found[part] = found[part][0], part.stack.of_held(sums.view_as(own))
+        self._sum([part for part in parts if part.stack.sums_states], found)
+        completed = [part for part in parts if part.stack.sums_updates]
+        for part in completed:
+            sums = part.stack.complete(part.parts, *found[part], part.counted)
+            found[part] = found[part][0], sums
+        self._sum(completed, found)
         changes = {}
         for part, (updates, sums) in found.items():
             some = part.stack.finish(part.parts, updates, sums)
@@ -258,6 +256,17 @@ class ZeroStep:
                 some = [change.multiplied(*how) for change in some]
             changes[part] = dict(zip(part.stack.pieces(MOST_ALIVE), some, strict=True))
         return changes
+
+    def _sum(self, parts: Sequence[Part], found: dict[Part, tuple[list[Tensor], Tensor]]) -> None:
+        """Sum what there is of each part, beside its updates, over all that hold rows of it."""
+        if not parts or not self._zero.is_sharded_over(parts[0].holders):
+            return
+        of_all = [part.over_all(found[part][1]) for part in parts]
+        total = torch.cat([own.flatten() for own in of_all])
+        parts[0].holders.all_reduce(total)
+        lengths = [own.numel() for own in of_all]
+        for part, own, sums in zip(parts, of_all, total.split(lengths), strict=True):
+            found[part] = found[part][0], part.stack.of_held(sums.view_as(own))
 
     def _step_dense(
         self, dense: Sequence[ParamState], factor: Tensor, taken: Tensor | None, step_count: int

@@ -65,10 +65,10 @@ def test_its_states_have_the_names_shapes_and_bytes_that_it_says(name: str, dtyp
 @pytest.mark.parametrize("name", OF_MATRICES)
 def test_it_sums_what_it_says(name: str) -> None:
     matrix = built(name)
-    for sums, early in zip(step(matrix, slice(1, None)), (True, False), strict=True):
-        lengths = RULES[name].sum_lengths(early, *SHAPE, matrix.rank)
+    for sums, of in zip(step(matrix, slice(1, None)), ("gradient", "states"), strict=True):
+        lengths = RULES[name].sum_lengths(of, *SHAPE, matrix.rank)
         assert sums.shape == (sum(lengths.values()),)
-        found = matrix.STACK([matrix]).named(sums.unsqueeze(0), early=early)
+        found = matrix.STACK([matrix]).named(sums.unsqueeze(0), of)
         assert {name: tuple(each.shape) for name, each in found.items()} == {
             name: (1, length) for name, length in lengths.items()
         }

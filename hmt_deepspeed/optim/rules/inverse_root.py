@@ -1,0 +1,92 @@
+"""``(S + eps I)^(-1/2)`` of Gram matrices: what orthogonalises a matrix whose columns they are of.
+
+``N S^(-1/2)`` is the polar factor of ``N``: its columns are orthonormal and span what those of ``N`` do. Only products
+of small symmetric matrices are taken, the same for all of a batch, and nothing is read from the device. The composition
+of quintic polynomials that comes nearest to 1 on what singular values there may be is that of Polar Express (2505.16932,
+section 3); it is evaluated on the Gram matrix, whose eigenvalues are their squares.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import sqrt
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["FLOOR", "inverse_root", "quintics"]
+
+# Added to the eigenvalues of a Gram matrix of Frobenius norm 1: directions whose singular value is less than a 300th of
+# the largest stay smaller than others, for what is known of them is the rounding of the others' squares.
+FLOOR = 1e-5
+_CONVERGED = 1e-6  # of singular values of the result from 1, in exact arithmetic
+
+Quintic = tuple[float, float, float]
+
+
+def inverse_root(gram: Tensor, floor: float = FLOOR) -> Tensor:
+    """``(S + floor |S|_F I)^(-1/2)`` of each matrix of a batch; zeros of a matrix of zeros.
+
+    Call it where products of fp32 are exact to fp32 (:func:`hmt_deepspeed.kernels.precision.fp32_products`).
+
+    Args:
+        gram: ... x r x r, fp32 or fp64, symmetric without negative eigenvalues. floor: > 0.
+
+    Returns:
+        ... x r x r, symmetric up to rounding. Against an eigendecomposition in fp64 it errs as fp32's own does, by
+        rounding over ``floor`` in the directions of the smallest eigenvalues.
+    """
+    size = torch.linalg.matrix_norm(gram, keepdim=True)
+    is_there = size > 0
+    whole = torch.where(is_there, size, 1.0) * (1 + floor)  # no eigenvalue is larger
+    shape, square = gram.shape, gram.flatten(0, -3) / whole.flatten(0, -3)
+    square.diagonal(dim1=1, dim2=2).add_(floor / (1 + floor))
+    root: Tensor | None = None
+    steps = quintics(sqrt(floor / (1 + floor)))
+    for number, (first, third, fifth) in enumerate(steps):
+        factor = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
+        factor.diagonal(dim1=1, dim2=2).add_(first)
+        root = factor if root is None else root @ factor
+        if number + 1 < len(steps):
+            square = factor @ square @ factor
+            square = torch.lerp(square, square.mT, 0.5)  # what rounding has made unequal grows
+    assert root is not None
+    return root.view(shape) * torch.where(is_there, whole.rsqrt(), 0.0)
+
+
+@cache
+def quintics(least: float) -> tuple[Quintic, ...]:
+    """Polynomials ``a s + b s^3 + c s^5``, applied one after the other, that take ``[least, 1]`` to 1.
+
+    Args:
+        least: the smallest singular value, in (0, 1).
+    """
+    low, high = least, 1.0
+    found: list[Quintic] = []
+    while 1 - low / high > _CONVERGED:
+        first, third, fifth = _nearest_to_one(low, high)
+        found.append((first, third, fifth))
+        low = first * low + third * low**3 + fifth * low**5
+        high = 2 - low  # it errs by as much on either side
+    return tuple(found)
+
+
+def _nearest_to_one(low: float, high: float) -> Quintic:
+    """The odd quintic whose largest distance from 1 on an interval is the least: it is taken at four points, below and
+    above in turn (Remez)."""
+    if 1 - low / high < 1e-5:  # where the points cannot be told apart: Newton and Schulz's
+        return 15 / 8 / high, -10 / 8 / high**3, 3 / 8 / high**5
+    inner = (3 * low + high) / 4, (low + 3 * high) / 4
+    error, before = np.inf, None
+    while before is None or abs(before - error) > 1e-15:
+        points = np.array([low, inner[0], inner[1], high])
+        signs = np.array([1.0, -1.0, 1.0, -1.0])
+        system = np.stack([points, points**3, points**5, signs], axis=1)
+        before, (first, third, fifth, error) = error, np.linalg.solve(system, np.ones(4))
+        spread = sqrt(9 * third**2 - 20 * first * fifth)
+        inner = (
+            sqrt((-3 * third - spread) / (10 * fifth)),
+            sqrt((-3 * third + spread) / (10 * fifth)),
+        )
+    return float(first), float(third), float(fifth)
