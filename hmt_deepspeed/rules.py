@@ -128,7 +128,8 @@ class Rule:
             kept; ``none``.
         states, sums: see :class:`State` and :class:`Sum`.
         is_dense: it takes any parameter, in flat parts, and no rank.
-        becomes_dense: where a basis would span all columns, :data:`DENSE` takes its place.
+        becomes_full: where a basis would span all columns there is none, and a step is that of the whole matrix: AdamW's,
+            or Muon's.
         holds_experts: its class has the experts of a mixture, several matrices in one weight; else :data:`DENSE` has them.
         side: ``chosen`` by ``projection``, or the ``smaller`` one.
         note: what tells its states from those of the method's other rows, in checkpoints and tables.
@@ -151,7 +152,7 @@ class Rule:
     where: tuple[tuple[str, object], ...] = ()
     who: str = ""
     is_dense: bool = False
-    becomes_dense: bool = False
+    becomes_full: bool = False
     holds_experts: bool = False
     side: Literal["chosen", "smaller"] = "chosen"
     note: str = ""
@@ -305,7 +306,7 @@ for _rule in (
         bases="found",
         states=tuple(replace(state, recalled=True) for state in (*_OF_ADAM, *_EVIDENCE)),
         sums=(*_ENERGIES, _RESIDUAL),
-        becomes_dense=True,
+        becomes_full=True,
         holds_experts=True,
         scale=_SCALE,
         beside_ratio=_BESIDE,
@@ -346,7 +347,7 @@ for _rule in (
             *(replace(state, recalled=True) for state in _EVIDENCE),
         ),
         sums=(*_ENERGIES, Sum("columns", ("rank",)), _RESIDUAL),
-        becomes_dense=True,
+        becomes_full=True,
         holds_experts=True,
         note="factored",
         scale=_SCALE,
@@ -355,7 +356,7 @@ for _rule in (
     Rule(
         name="muon",
         method="muon",
-        text="Muon in a low-rank space: orthogonalised momentum with normalised rows",
+        text="Muon in a low-rank space, its momentum orthogonalised and its rows normalised",
         carried_out_by=f"{_RULES}.muon:MuonMatrix",
         gradient="projected",
         bases="found",
@@ -365,7 +366,7 @@ for _rule in (
             Sum("gram", ("rank", "rank"), of="states"),
             *(Sum(name, of="update") for name in ("direction", "normalised", "residual")),
         ),
-        becomes_dense=True,
+        becomes_full=True,
         holds_experts=True,
         reads=_OF_BASES,
         scale=6.0,

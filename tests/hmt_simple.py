@@ -16,7 +16,8 @@ Shapes, as a matrix is projected (from the left: everything of its transpose)
                    one had seen nothing
 
 Papers: Adam 1412.6980, AdamW 1711.05101, Halko, Martinsson and Tropp 0909.4061, GaLore 2403.03507, Fira
-2410.01623, LDAdam 2410.16103, Adafactor 1804.04235, APOLLO 2412.05270; the HMT paper: cores of r x r.
+2410.01623, LDAdam 2410.16103, Adafactor 1804.04235, APOLLO 2412.05270, NorMuon 2510.05491; the HMT paper: cores of
+r x r.
 """
 
 from __future__ import annotations
@@ -93,9 +94,30 @@ class Adam:
         self.v = v * self.e2
 
 
+class Muon:
+    """Muon's momentum of A, orthogonalised, and NorMuon's mean square of each row."""
+
+    def __init__(self, a: Tensor, beta2: float) -> None:
+        self.m, self.v, self.beta2 = torch.zeros_like(a), torch.zeros_like(a[:, :1]), beta2
+
+    def step(self, a: Tensor) -> Tensor:
+        """O."""
+        self.m = 0.95 * self.m + 0.05 * a
+        x = 0.95 * self.m + 0.05 * a  # Nesterov's
+        s = x.T @ x
+        values, vectors = torch.linalg.eigh(s + 1e-5 * s.norm() * torch.eye(len(s), dtype=s.dtype))
+        u = len(a) ** 0.5 * x @ vectors @ (values**-0.5 * vectors).T  # sqrt(m) X (X^T X)^(-1/2)
+        self.v = self.beta2 * self.v + (1 - self.beta2) * u.square().mean(dim=1, keepdim=True)
+        o = u / self.v.sqrt()
+        return o * u.norm() / o.norm()
+
+    def turn(self, right: Tensor, left: Tensor) -> None:
+        self.m = self.m @ right
+
+
 @dataclass
 class SimpleHMT:
-    """One matrix. method: adamw, lowrank_adamw, apollo or apollo_mini. The other names are those of hmt.optimizer."""
+    """One matrix. method: adamw, lowrank_adamw, muon, apollo or apollo_mini. The other names are those of hmt.optimizer."""
 
     draw: Callable[[str, int, int, int], Tensor]
     lr: float
@@ -114,7 +136,7 @@ class SimpleHMT:
     def __post_init__(self) -> None:
         self.t = 0
         self.q: Tensor | None = None
-        self.adam: Adam | None = None
+        self.adam: Adam | Muon | None = None
         self.growths: list[float] = []  # of the limited norm, as it would have been
 
     def step(self, w: Tensor, g: Tensor, max_norm: float = inf) -> Tensor:
@@ -129,6 +151,8 @@ class SimpleHMT:
 
     def adam_on(self, x: Tensor) -> Tensor:
         factored = self.second_moment == "factored"
+        if self.method == "muon":
+            self.adam = self.adam or Muon(x, self.betas[1])
         self.adam = self.adam or Adam(x, self.betas, self.eps, factored)
         return self.adam.step(x)
 

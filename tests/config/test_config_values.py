@@ -311,7 +311,7 @@ def test_a_wrong_overlap_is_named_with_what_is_legal():
 @pytest.mark.parametrize(
     ("key", "legal"),
     [
-        ("method", '"lowrank_adamw", "apollo", "apollo_mini" or "adamw"'),
+        ("method", '"lowrank_adamw", "muon", "apollo", "apollo_mini" or "adamw"'),
         ("projection", '"right", "left", "auto" or "two_sided"'),
         ("rank_budget", '"auto", a number > 0 and <= 1 or null'),
         ("full_rank_budget", "a number >= 0 and <= 1"),

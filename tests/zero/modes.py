@@ -38,6 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
     "random": {**FIXED, "range_finder": "random"},
     "random, left": {**FIXED, "range_finder": "random", "projection": "left"},
     "random, two_sided": {**FIXED, "range_finder": "random", "projection": "two_sided"},
+    "muon": {**LOW_RANK, "method": "muon", "scale": 0.3},
     "apollo": APOLLO,
     "apollo_mini": MINI,
     "all matrices": {  # with the preset's scale

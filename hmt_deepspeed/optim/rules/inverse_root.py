@@ -31,16 +31,16 @@ def inverse_root(gram: Tensor, floor: float = FLOOR) -> Tensor:
     Call it where products of fp32 are exact to fp32 (:func:`hmt_deepspeed.kernels.precision.fp32_products`).
 
     Args:
-        gram: ... x r x r, fp32 or fp64, symmetric without negative eigenvalues. floor: > 0.
+        gram: B x r x r, fp32 or fp64, symmetric without negative eigenvalues. floor: > 0.
 
     Returns:
-        ... x r x r, symmetric up to rounding. Against an eigendecomposition in fp64 it errs as fp32's own does, by
+        B x r x r, symmetric up to rounding. Against an eigendecomposition in fp64 it errs as fp32's own does, by
         rounding over ``floor`` in the directions of the smallest eigenvalues.
     """
     size = torch.linalg.matrix_norm(gram, keepdim=True)
     is_there = size > 0
     whole = torch.where(is_there, size, 1.0) * (1 + floor)  # no eigenvalue is larger
-    shape, square = gram.shape, gram.flatten(0, -3) / whole.flatten(0, -3)
+    square = gram / whole
     square.diagonal(dim1=1, dim2=2).add_(floor / (1 + floor))
     root: Tensor | None = None
     steps = quintics(sqrt(floor / (1 + floor)))
@@ -52,7 +52,7 @@ def inverse_root(gram: Tensor, floor: float = FLOOR) -> Tensor:
             square = factor @ square @ factor
             square = torch.lerp(square, square.mT, 0.5)  # what rounding has made unequal grows
     assert root is not None
-    return root.view(shape) * torch.where(is_there, whole.rsqrt(), 0.0)
+    return root * torch.where(is_there, whole.rsqrt(), 0.0)
 
 
 @cache

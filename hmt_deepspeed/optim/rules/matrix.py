@@ -133,8 +133,8 @@ class MatrixRule(ABC):
         return False
 
     def is_full_at(self, rank: int) -> bool:
-        """Whether a basis of that rank would span everything, so that plain AdamW takes its place."""
-        return self.settings.rule.becomes_dense and rank == self.shape[1]
+        """Whether a basis of that rank would span everything, so that there is none."""
+        return self.settings.rule.becomes_full and rank == self.shape[1]
 
     @property
     @abstractmethod

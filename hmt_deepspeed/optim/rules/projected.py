@@ -41,7 +41,7 @@ __all__ = [
 
 class ProjectedMatrix(MatrixRule):
     """Gradient rows handed in are ``[A | S] = G [Q | P]``, or ``G`` itself with the full residual and
-    while the matrix is full-rank (its basis is the identity, its step plain AdamW).
+    while the matrix is full-rank (its basis is the identity).
 
     Attributes:
         basis: n x r; None while full-rank. num_probes: k.
@@ -118,7 +118,7 @@ class ProjectedMatrix(MatrixRule):
         return self.count * each
 
     def basis_bytes_at(self, rank: int) -> int:
-        """Bytes of the whole basis at a rank; full-rank AdamW has none."""
+        """Bytes of the whole basis at a rank; at full rank there is none."""
         if self.is_full_at(rank) or self.redraws:
             return 0
         itemsize = self.dtype.itemsize

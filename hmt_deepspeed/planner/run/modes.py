@@ -176,7 +176,7 @@ class OptimizerMode:
     @property
     def can_be_full(self) -> bool:
         """Whether there are no bases that stay although they span everything: a core, or drawn from a seed."""
-        return self.rule.becomes_dense and not self.redrawn
+        return self.rule.becomes_full and not self.redrawn
 
     def basis_of(self, parameter: Parameter) -> ExpertBasis:
         """Bases of a weight's matrices: of experts ``auto`` until down projections, which alone have a choice, have chosen."""
@@ -205,7 +205,7 @@ class OptimizerMode:
         return parameter.num_matrices if self.basis_of(parameter) == "own" else 1
 
     def is_full(self, parameter: Parameter) -> bool:
-        """Whether a low-rank matrix's basis would span everything: once it is found, plain AdamW takes its place."""
+        """Whether a low-rank matrix's basis would span everything: once it is found, there is none any more."""
         return self.can_be_full and self.rank_of(parameter) == self.oriented(parameter)[1]
 
     def updates_whole(self, parameter: Parameter) -> bool:

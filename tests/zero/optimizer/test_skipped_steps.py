@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     name: MODES[name]
     for name in (
         *("right", "left", "two_sided", "full residual", "share_basis", "factored"),
-        *("full_rank_budget", "random", "random, two_sided", "apollo", "apollo_mini"),
+        *("full_rank_budget", "random", "random, two_sided", "muon", "apollo", "apollo_mini"),
     )
 }
 CASES |= {
@@ -46,6 +46,7 @@ CASES |= {
 }
 CASES["adamw"] = {"method": "adamw"}
 CASES["fixed rank"] = {**FIXED, "max_full_gradient_bytes": 10**5}
+CASES["int8, muon"] = {**CASES["int8"], "method": "muon"}
 CASES["int8 weights"] = {**MODES["right"], "weight_dtype": "int8"}
 CASES["no masters"] = {**MODES["right"], "master_weights": "none"}
 

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     "share_basis": (MODES["share_basis"], BF16, (3,)),
     "random": (MODES["random"], {}, (1,)),
     "apollo": (MODES["apollo"], BF16, (2,)),
+    "muon": (MODES["muon"], BF16, (2,)),
     "apollo_mini": (MODES["apollo_mini"], {}, (3,)),
     "int8 weights": (INT8, BF16, (0, 2)),
     "int8 weights, left": ({**INT8, "projection": "left"}, BF16, (2,)),
@@ -39,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
 }
 
 # Whose products and norms of whole gradients are taken of the stack, and summed in another order than of one.
-SUMMED = {"full residual", "left, full residual", "two_sided", "apollo", "apollo_mini"}
+SUMMED = {"full residual", "left, full residual", "two_sided", "muon", "apollo", "apollo_mini"}
 
 
 # On one rank shards are whole matrices, as those of stage 0 are on two: there some are enough.

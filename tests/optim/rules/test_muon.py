@@ -1,0 +1,94 @@
+"""Muon in a low-rank space is its float64 twin; the iteration that orthogonalises is as exact as an eigendecomposition."""
+
+from __future__ import annotations
+
+from math import inf, sqrt
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from twins import LOW_RANK, TALL, WIDE, assert_same_steps
+
+from hmt_deepspeed.optim.rules.inverse_root import FLOOR, inverse_root, quintics
+
+MUON: dict[str, Any] = {**LOW_RANK, "method": "muon"}
+
+
+@pytest.mark.parametrize("residual", ["none", "probe", "full"])
+@pytest.mark.parametrize("projection", ["right", "left"])
+@pytest.mark.parametrize(("shape", "max_norm"), [(TALL, inf), (WIDE, 1.0)])
+def test_steps_are_the_twins(
+    shape: tuple[int, int], projection: str, residual: str, max_norm: float
+) -> None:
+    options: dict[str, Any] = {**MUON, "projection": projection, "residual": residual}
+    if residual != "full":
+        options["probes"] = 4
+    assert_same_steps(shape, max_norm, **options)
+
+
+# -- the inverse root ---------------------------------------------------------------------------------------
+
+ROWS, RANK = 300, 64
+SPECTRA = {
+    "equal": torch.ones(RANK),
+    "over two decades": torch.logspace(0, -2, RANK),
+    "over five decades": torch.logspace(0, -5, RANK),
+    "half of the rank": torch.cat((torch.logspace(0, -1, RANK // 2), torch.zeros(RANK // 2))),
+    "one direction": torch.cat((torch.ones(1), torch.zeros(RANK - 1))),
+}
+
+
+def with_spectrum(singular: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.linalg.qr(torch.randn(n, RANK, generator=generator, dtype=torch.float64)).Q
+        for n in (ROWS, RANK)
+    )
+    return (left * singular @ right.T).float()
+
+
+def by_eigenvalues(gram: Tensor) -> Tensor:
+    """In the dtype of ``gram``, whose least eigenvalues may have been rounded below zero."""
+    values, vectors = torch.linalg.eigh(gram)
+    least = FLOOR * torch.linalg.matrix_norm(gram, keepdim=True).squeeze(-1)
+    return vectors * (values.clamp_min(0) + least).rsqrt().unsqueeze(-2) @ vectors.mT
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_the_iteration_errs_less_than_an_eigendecomposition_in_fp32(name: str) -> None:
+    """Judged in fp64 by what becomes of the matrix; two orders of sizes at once."""
+    matrix = torch.stack([with_spectrum(SPECTRA[name]) * size for size in (1e-6, 1e3)])
+    exact = matrix.double() @ by_eigenvalues(matrix.double().mT @ matrix.double())
+    gram = matrix.mT @ matrix
+
+    def error(root: Tensor) -> Tensor:
+        off = torch.linalg.matrix_norm(matrix.double() @ root.double() - exact)
+        return off / torch.linalg.matrix_norm(exact)
+
+    assert (error(inverse_root(gram)) <= error(by_eigenvalues(gram)) + 1e-6).all()
+
+
+def test_columns_become_orthonormal() -> None:
+    """But for the floor, which takes half of its share of a Gram matrix's norm, 8 for 64 equal eigenvalues."""
+    matrix = with_spectrum(SPECTRA["equal"])
+    polar = matrix @ inverse_root((matrix.T @ matrix)[None])[0]
+    torch.testing.assert_close(polar.T @ polar, torch.eye(RANK), atol=1.01 * 8 * FLOOR, rtol=0)
+
+
+def test_a_matrix_of_zeros_has_no_direction() -> None:
+    gram = torch.zeros(2, 3, 3)
+    gram[1] = 4 * torch.eye(3)
+    zero, other = inverse_root(gram)
+    assert not zero.any()
+    torch.testing.assert_close(other, torch.eye(3) / 2, atol=1e-4, rtol=0)
+
+
+def test_polynomials_take_all_singular_values_to_one() -> None:
+    least = sqrt(FLOOR)
+    values = torch.logspace(0, torch.log10(torch.tensor(least)).item(), 1001, dtype=torch.float64)
+    steps = quintics(least)
+    assert len(steps) == 6  # Newton and Schulz's takes 12
+    for first, third, fifth in steps:
+        values = first * values + third * values**3 + fifth * values**5
+    assert float((values - 1).abs().max()) < 1e-6
