@@ -38,6 +38,7 @@ __all__ = ["MOMENTUM", "MuonMatrix", "MuonStack", "RowMomentum"]
 
 MOMENTUM = 0.95  # mu, as published, whatever Adam's beta_1 of the parameters beside
 ROW_SQUARES = "row_mean_square"
+_ROOTS = 4  # tensors like a Gram matrix that are alive while its root is found
 
 
 class RowMomentum(KeptStates):
@@ -98,6 +99,14 @@ class MuonStack(ResidualStack):
     @property
     def sums_states(self) -> bool:
         return True
+
+    def _each(self, most: int) -> int:
+        return max(1, min(super()._each(most), most // (_ROOTS * self.rank**2)))
+
+    def groups(self, most: int, in_place: bool) -> list[tuple[int, int]]:
+        """As of every rule; and their Gram matrices, with what the roots of these take, are no larger than a part."""
+        fits = self.size * _ROOTS * self.rank**2 <= most
+        return super().groups(most, in_place) if fits else self._ranges(most)
 
     def once(self, step: Tensor) -> dict[str, Tensor]:
         """The residual's c, which matrices take the step and the rule's scale of these for the parts; keys of rounding."""
