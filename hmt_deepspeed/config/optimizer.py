@@ -40,6 +40,11 @@ _OF_SCALES = "".join(
     for rule in _FIRST_ROWS
     if not rule.is_dense and rule.beside_ratio == 1
 )
+_OF_OTHER_SCALES = "".join(
+    f', "{rule.method}"\'s by {rule.scale:g}'
+    for rule in _FIRST_ROWS
+    if rule.beside_ratio != 1 and rule.method != DEFAULT
+)
 Projection = Literal["right", "left", "auto", "two_sided"]
 RangeFinder = Literal["randomized", "subspace", "svd", "random"]
 Residual = Literal["none", "probe", "full"]
@@ -217,7 +222,7 @@ class OptimizerConfig(StrictModel):
     scale: Scale = Field(
         default="auto",
         description='Factor on the update. "auto": AdamW\'s lr and weight_decay hold. A low-rank update is then '
-        f"multiplied by {rule_of(DEFAULT).scale:g}, GaLore's alpha of 0.25 at ten times AdamW's rate, and embeddings, heads "
+        f"multiplied by {rule_of(DEFAULT).scale:g}, GaLore's alpha of 0.25 at ten times AdamW's rate{_OF_OTHER_SCALES}, and embeddings, heads "
         f"and vectors beside it have {rule_of(DEFAULT).beside_ratio:g} times the rate.{_OF_SCALES} A "
         "number is GaLore's alpha, 1 in the HMT paper, and all parameters have the rate that is given.",
         json_schema_extra={
