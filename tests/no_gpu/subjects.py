@@ -36,6 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
     "no_residual": {**RANK, "residual": "none"},
     "random": {**RANK, "range_finder": "random"},
     "factored": {**RANK, "second_moment": "factored"},
+    "muon": {**RANK, "method": "muon"},
     "apollo": {"method": "apollo"},
     "apollo_mini": {"method": "apollo_mini"},
     "adamw": {"method": "adamw"},
@@ -146,7 +147,9 @@ def fields_of(case: Case) -> dict[str, Any]:
     if fields.get("method") == "adamw":
         return fields
     fields = {"update_interval": 2 * LINEARS * case.layers, **fields}
-    from_gradients = "method" not in fields and fields.get("range_finder") != "random"
+    from_gradients = (
+        fields.get("method") in (None, "muon") and fields.get("range_finder") != "random"
+    )
     return {"max_full_gradient_bytes": 2**50, **fields} if from_gradients else fields
 
 
