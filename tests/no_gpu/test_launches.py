@@ -31,6 +31,7 @@ bare    1     full_residual          304          1        416       1666       
 bare    1     no_residual            160          0        292       1765          0          2         15          0          0
 bare    1     random                 239          0        292        301          0          0          0          0          0
 bare    1     factored               250          0        380       1898          0          2         15          0          0
+bare    1     muon                   364          0        462       1850          0          2         15          0          0
 bare    1     apollo                 149          0        148        221          0          0          0          0          0
 bare    1     apollo_mini            229          0        229        295          0          0          0          0          0
 bare    1     adamw                   19          3         19        106          0          0          0          0          0
@@ -44,6 +45,7 @@ bare    1     module_rules           305          0        437       1701       
 mixture-8   1     right                  191          0        323       1755          0          2         16          0          0
 mixture-8   1     own_bases              223          0        355       1613          0          2         13          0          0
 mixture-8   1     full_residual          318          2        430       1666          0          2         16          0          0
+mixture-8   1     muon                   367          0        465       1836          0          2         16          0          0
 mixture-8   1     apollo                 221          0        220        293          0          0          0          0          0
 mixture-8   1     int8_factored          328         16        463       1963          0          2         16          0          0
 mixture-8   1     int8_weights           219          0        351       1764          0          2         16          0          0
@@ -57,6 +59,7 @@ mixture-32  1     int8_weights           219          0        351       1784   
 mixture-32  1     no_masters             241          0        373       1806          0          2         16          0          0
 zero2   1     right                  245          0        375       1806          0          2         15          2          0
 zero2   1     two_sided              383          3        537       2132          0          2         15          2          0
+zero2   1     muon                   414          0        509       1866          0          2         15          2          0
 zero2   1     int8_weights           266          0        396       1827          0          2         15          2          0
 zero2   1     basis_cache            290         21        421       1888          0          3         16          2          0
 zero2   1     activations            245          0        375       1806          0          2         15          2          0
@@ -72,6 +75,7 @@ zero3   4     full_residual          341          3        390        874       
 zero3   4     no_residual            212          2        278       1006          1          3          8          3          1
 zero3   4     random                 282          2        335        311          1          1          2          3          1
 zero3   4     factored               304          2        369       1143          1          3          8          3          1
+zero3   4     muon                   417          0        448       1090          0          2          7          2          0
 zero3   4     apollo                 264          6        264        290          1          1          2          3          1
 zero3   4     apollo_mini            279          6        279        306          1          1          2          3          1
 zero3   4     adamw                   45          5         45         50          0          0          1          2          0
