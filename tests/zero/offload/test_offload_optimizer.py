@@ -89,6 +89,7 @@ MODES = {
     "rows that ranks share": (3, 2, LOW_RANK, {}),
     "updates that travel": (2, 2, {**LOW_RANK, "projection": "left"}, {}),
     "whole updates": (3, 2, {"method": "apollo", "update_interval": 3, "scale": 1.0}, {}),
+    "muon": (3, 2, {**LOW_RANK, "method": "muon", "scale": 0.3}, {}),
     "core": (2, 1, {**LOW_RANK, "projection": "two_sided"}, {}),
 }
 

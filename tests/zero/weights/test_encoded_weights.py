@@ -205,6 +205,7 @@ def runs(ranks: Ranks) -> Any:
         "left": {"projection": "left"},
         "auto": {"projection": "auto"},
         "two_sided": {"projection": "two_sided"},
+        "muon": {"method": "muon", "scale": 0.3},
         "share_basis": {"share_basis": True},
         "full": FULL_RANK,
     }
@@ -217,7 +218,7 @@ def runs(ranks: Ranks) -> Any:
 
 
 LAYOUTS = [(stage, world, "right") for stage, world in [(0, 1), (1, 2), (2, 2)]]
-LAYOUTS += [(0, 2, "auto"), (1, 2, "share_basis"), (2, 2, "two_sided")]
+LAYOUTS += [(0, 2, "auto"), (1, 2, "share_basis"), (2, 2, "two_sided"), (1, 2, "muon")]
 
 
 @pytest.mark.parametrize(("stage", "world", "kind"), LAYOUTS)
