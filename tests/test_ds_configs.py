@@ -38,6 +38,7 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "apollo": 2,
     "apollo_mini": 3,
     "two_sided": 2,
+    "muon": 2,
     "rank_budget": 2,
     "small_states": 2,
     "activations": 2,
@@ -120,8 +121,7 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
 
 
 def _storage(entry: Any) -> str:
-    stored: str = entry.matrix.moments.dtype
-    return stored
+    return str(entry.matrix.state_dtype)
 
 
 def state_share(engine: Any) -> float:
@@ -161,6 +161,7 @@ def test_the_configs_of_modes_run_their_mode(alone: dict[str, Any]) -> None:
     assert alone["apollo"]["rules"] == quarters  # of the smaller side of k and v, and of the others
     assert alone["apollo_mini"]["rules"] == {("apollo_mini, random of rank 1", "fp32")}
     assert alone["two_sided"]["rules"] == {("lowrank_adamw two_sided", "fp32")}
+    assert alone["muon"]["rules"] == {("muon right", "fp32")}
     assert alone["rank_budget"]["share"] <= 0.31  # of which the evidence, r numbers, is no part
     assert alone["small_states"]["rules"] == {
         ("lowrank_adamw auto, factored", "bf16"),
