@@ -38,6 +38,7 @@ ON_THREE_RANKS = {
     "left": (2, 2),
     "two_sided": (3, 1),
     "full residual": (3, 1),
+    "muon": (2, 2),
     "apollo": (2, 2),
     "module_rules": (3, 1),
 }
@@ -56,6 +57,7 @@ SHARDED_ONLY = [
 ON_TWO_RANKS = {
     "left": EVERYWHERE[2],
     "two_sided": EVERYWHERE[2],
+    "muon": EVERYWHERE[2],  # the only one that sums twice
     PLAIN_BACKWARD: [(2, 1), (3, 1)],
     "bf16 states": [(1, 1)],
     "bf16 core": [(3, 1)],

@@ -27,6 +27,11 @@ def test_steps_are_the_twins(
     assert_same_steps(shape, max_norm, **options)
 
 
+def test_at_full_rank_a_matrix_has_no_basis_and_the_same_steps() -> None:
+    """The twin keeps one of all columns: what is orthogonalised turns with it."""
+    assert_same_steps(TALL, **MUON | {"rank": TALL[1], "residual": "none", "probes": 0})
+
+
 # -- the inverse root ---------------------------------------------------------------------------------------
 
 ROWS, RANK = 300, 64
