@@ -21,6 +21,7 @@ SHARDED = {
     "full residual": {**FIXED, "residual": "full"},
     "left, full residual": {**FIXED, "projection": "left", "residual": "full"},
     "apollo": APOLLO,
+    "muon": {**FIXED, "method": "muon"},
     "apollo_mini": {"method": "apollo_mini", "update_interval": 1000},
     "bf16 states": {**FIXED, "projection": "auto", "state_dtype": "bf16"},
     "factored": {**FIXED, "projection": "auto", "second_moment": "factored"},
@@ -123,6 +124,8 @@ def test_a_rank_holds_the_states_of_its_rows(shards: Any, name: str) -> None:
                 ):  # rows of the first moment, row and column means, mean of all
                     numbers = (end - begin) * (r + 1) + r + 1
                     assert matrix["moments"] == numbers * 4 + (r + 1) * 4
+                elif name == "muon":  # a momentum, and a number a row
+                    assert matrix["moments"] == (end - begin) * (r + 1) * 4
                 else:
                     assert matrix["moments"] == 2 * (end - begin) * r * size + (r + 1) * 4
                     assert matrix["left_basis"] is None
