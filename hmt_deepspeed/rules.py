@@ -239,7 +239,9 @@ class Rule:
         return {found.name: elements(found.shape, rows, columns, rank) for found in asked}
 
 
-_OF_EVERY_RULE = frozenset({"method", "master_weights", "state_dtype", "module_rules", "seed"})
+_OF_EVERY_RULE = frozenset(
+    {"method", "master_weights", "state_dtype", "module_rules", "lr_scale", "seed"}
+)
 _OF_BASES = frozenset(
     {
         *("projection", "rank", "rank_candidates", "energy_threshold", "energy_estimate"),

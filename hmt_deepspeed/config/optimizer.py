@@ -56,7 +56,11 @@ Scale = Auto | PositiveFloat
 
 
 class ModuleRule(StrictModel):
-    """A value of `hmt.optimizer.module_rules`: at least one field; others are taken from `hmt.optimizer`."""
+    """A value of `hmt.optimizer.module_rules`: at least one field; others are taken from `hmt.optimizer`.
+
+    lr_scale: factor on the learning rate of all that matches, vectors too; weight decay, `lr` x `weight_decay`, stays.
+    Alone it leaves the rule as it is.
+    """
 
     method: Method | None = None
     projection: Projection | None = None
@@ -71,6 +75,7 @@ class ModuleRule(StrictModel):
     range_finder: RangeFinder | None = None
     residual: Residual | None = None
     scale: Scale | None = None
+    lr_scale: PositiveFloat | None = None
 
 
 class OptimizerConfig(StrictModel):
@@ -288,7 +293,7 @@ class OptimizerConfig(StrictModel):
         description="Rules of their own for modules, by regular expression, embeddings and head too; "
         '{"method": "adamw"} leaves them to plain AdamW. The first match decides, before every other pattern. '
         "A rule sets at least one field; the others are taken from hmt.optimizer, under another method all but rank "
-        "and scale.",
+        "and scale. lr_scale is a factor on the learning rate, and alone leaves everything else as it is.",
         json_schema_extra={
             "legal": "an object of regular expressions and objects",
             "who": "Ranks by layer: queries and keys at half the width, the rest at a quarter, ended at 1.733, "

@@ -50,10 +50,11 @@ MODES: dict[str, dict[str, Any]] = {
     "module_rules": {
         **LOW_RANK,
         "module_rules": {
-            "embed": {"method": "apollo"},
+            "embed": {"method": "apollo", "lr_scale": 0.5},
             "lm_head": {"projection": "auto", "rank": 6},
             "o_proj": {"method": "adamw"},
             "down_proj": {"projection": "two_sided"},
+            "norm|gate_proj": {"lr_scale": 2.0},
         },
     },
 }

@@ -19,6 +19,7 @@ from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW
 __all__ = [
     "Assignment",
     "ExpertKind",
+    "ModuleRule",
     "assign_rules",
     "head_weights",
     "left_dense",
@@ -29,10 +30,25 @@ __all__ = [
 _MOST_DENSE = 0.1  # share of the parameters that may stay dense without a warning
 _D_WEIGHT = "-D weight"  # of a reason
 
-ModuleRule = tuple[str, MatrixSettings | None]  # regex, settings of its matches; None: AdamW
 # Of the matrices in a 3-D weight that is not known to be one of experts: narrower ones may be kernels of a convolution.
 _LEAST_SIDE = 8
 _NO_EXPERTS: Mapping[str, Any] = {}
+
+
+class ModuleRule(NamedTuple):
+    """A row of ``hmt.optimizer.module_rules``.
+
+    Attributes:
+        pattern: regex, searched in a parameter's name.
+        settings: of the matrices that match; None leaves them to AdamW.
+        lr_scale: factor on the learning rate of all that matches, vectors too; None where the rule gives none.
+        rate_alone: ``lr_scale`` is all that the rule gives: its matches keep the rule that they have without it.
+    """
+
+    pattern: str
+    settings: MatrixSettings | None
+    lr_scale: float | None = None
+    rate_alone: bool = False
 
 
 class ExpertKind(NamedTuple):
@@ -56,7 +72,8 @@ class Assignment:
 
     Attributes:
         settings: of a matrix rule; None for dense AdamW, and then ``reason`` says why.
-        lr_scale: factor on the learning rate, see :attr:`MatrixSettings.beside_ratio`; 1 of a matrix.
+        lr_scale: factor on the learning rate: a module rule's, else :attr:`MatrixSettings.beside_ratio`, and 1 of a
+            matrix.
 
     A matrix rule has a 3-D weight as several matrices, :attr:`count` of :attr:`matrix_shape`.
     """
@@ -191,10 +208,16 @@ def assign_rules(
     matrices = [name for name, shape in parameters if len(shape) == 2 or choice.holds(name, shape)]
     _check_order(module_rules, parameters, matrices)
     assigned = [choice.assign(name, tuple(shape)) for name, shape in parameters]
-    _check_targets(targets, assigned, [pattern for pattern, _ in module_rules])
+    _check_targets(
+        targets, assigned, [rule.pattern for rule in module_rules if not rule.rate_alone]
+    )
     if not any(own.low_rank for own in assigned):  # nothing is beside a matrix in low rank
         assigned = [replace(own, lr_scale=1.0) for own in assigned]
-    return assigned
+    rates = ((own, choice.rule(own.name)) for own in assigned)
+    return [
+        own if rule is None or rule.lr_scale is None else replace(own, lr_scale=rule.lr_scale)
+        for own, rule in rates
+    ]
 
 
 @dataclass(frozen=True)
@@ -223,8 +246,18 @@ class _Choice:
         known = ExpertKind(None) if self.experts is None else self.experts.get(name)
         return known is not None and (known.role is not None or min(shape[1:]) >= _LEAST_SIDE)
 
+    def rule(self, name: str) -> ModuleRule | None:
+        """The first module rule that matches."""
+        return next((rule for rule in self.module_rules if re.search(rule.pattern, name)), None)
+
+    def _method_rule(self, name: str) -> ModuleRule | None:
+        """The same, if it gives more than a rate."""
+        rule = self.rule(name)
+        return None if rule is None or rule.rate_alone else rule
+
     def assign(self, name: str, shape: tuple[int, ...]) -> Assignment:
-        """Assign by shape, then by the first module rule that matches, then by the target modules."""
+        """Assign by shape, then by the first module rule that matches, then by the target modules; of a module rule's rates
+        nothing yet."""
         settings, is_vector = self.settings, _is_vector(shape) or name in self.biases
         is_beside = _is_beside(name, shape, is_vector, self.heads)
         scale = settings.beside_ratio if settings and is_beside else 1.0
@@ -236,10 +269,10 @@ class _Choice:
             return Assignment(name, shape, None, reason, scale)
         if is_vector:
             return Assignment(name, shape, None, "a vector in disguise", scale)
-        rule = next((rule for rule in self.module_rules if re.search(rule[0], name)), None)
+        rule = self._method_rule(name)
         if rule is not None:
-            reason = "" if rule[1] else f"module_rules {rule[0]!r}"
-            return Assignment(name, shape, rule[1], reason)
+            reason = "" if rule.settings else f"module_rules {rule.pattern!r}"
+            return Assignment(name, shape, rule.settings, reason)
         reason = self._reason_dense(name)
         if settings is None or reason:
             return Assignment(name, shape, None, reason, scale)
@@ -248,9 +281,9 @@ class _Choice:
     def _assign_experts(self, name: str, shape: tuple[int, ...]) -> Assignment:
         """Several matrices: by the first module rule that matches, then by the target modules."""
         known = ExpertKind(None) if self.experts is None else self.experts[name]
-        rule = next((rule for rule in self.module_rules if re.search(rule[0], name)), None)
+        rule = self._method_rule(name)
         if rule is not None:
-            settings, reason = rule[1], f"module_rules {rule[0]!r}"
+            settings, reason = rule.settings, f"module_rules {rule.pattern!r}"
         else:
             settings, reason = self.settings, self._reason_dense(name, of_experts=True)
             if not reason and known.role is None and self.target_modules is None:
@@ -317,7 +350,7 @@ def _check_matches(
 ) -> None:
     """Refuse a pattern that matches nothing."""
     named = [("target_modules", pattern) for pattern in targets]
-    named += [("module_rules", pattern) for pattern, _ in rules]
+    named += [("module_rules", rule.pattern) for rule in rules]
     for field, pattern in named:
         if not any(re.search(pattern, name) for name, _ in parameters):
             raise ValueError(
@@ -337,9 +370,10 @@ def _check_order(
     matrices: Collection[str],
 ) -> None:
     """Refuse a pattern all of whose matrices an earlier one takes, or that has none to give a rule to."""
-    patterns = [pattern for pattern, _ in rules]
-    for pattern, settings in rules:
-        if settings is not None and not any(re.search(pattern, name) for name in matrices):
+    patterns = [rule.pattern for rule in rules]
+    for pattern, settings, lr_scale, _ in rules:
+        decides = settings is None or lr_scale is not None
+        if not decides and not any(re.search(pattern, name) for name in matrices):
             name = next(name for name, _ in parameters if re.search(pattern, name))
             raise ValueError(
                 f"hmt.optimizer.module_rules: {pattern!r} decides nothing, for it matches no matrix: {name} is a "

@@ -7,8 +7,10 @@ from dataclasses import fields
 from math import inf
 from typing import Any, cast
 
-from hmt_deepspeed.config import ModuleRule, OptimizerConfig
+from hmt_deepspeed.config import ModuleRule as RuleFields
+from hmt_deepspeed.config import OptimizerConfig
 from hmt_deepspeed.config.optimizer_conflicts import OWN_OF_METHOD
+from hmt_deepspeed.optim.settings.assign import ModuleRule
 from hmt_deepspeed.optim.settings.matrix import MatrixSettings
 from hmt_deepspeed.rules import rule_of
 
@@ -50,7 +52,7 @@ def matrix_settings(
     return MatrixSettings(**values, written=written or {})
 
 
-def module_rules(options: Mapping[str, object]) -> list[tuple[str, MatrixSettings | None]]:
+def module_rules(options: Mapping[str, object]) -> list[ModuleRule]:
     """``module_rules`` with every field that a rule leaves open taken from the others.
 
     A rule of another method starts from that method's defaults where fields mean something else
@@ -65,7 +67,11 @@ def module_rules(options: Mapping[str, object]) -> list[tuple[str, MatrixSetting
             own = {name: OptimizerConfig.model_fields[name].default for name in OWN_OF_METHOD}
             merged.update({k: v for k, v in own.items() if k not in fields_given})
         written = {name: f"module_rules[{pattern!r}].{name}" for name in fields_given}
-        rules.append((pattern, matrix_settings(merged, written)))
+        settings, lr_scale = (
+            matrix_settings(merged, written),
+            cast("float | None", rule.get("lr_scale")),
+        )
+        rules.append(ModuleRule(pattern, settings, lr_scale, fields_given.keys() == {"lr_scale"}))
     return rules
 
 
@@ -83,7 +89,7 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"a parameter group has {key!r}: {group[key]!r}, which HMT does not read there; legal in a "
                 "group: lr, betas, eps, weight_decay. To do: remove it and set hmt.optimizer."
-                f"{field} for all matrices{by_module if field in ModuleRule.model_fields else ''}."
+                f"{field} for all matrices{by_module if field in RuleFields.model_fields else ''}."
             )
     for field, advice in (("lr", "1e-3"), ("eps", "1e-8"), ("weight_decay", "0.0")):
         if not 0 <= group[field] < inf:

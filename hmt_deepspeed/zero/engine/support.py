@@ -32,8 +32,13 @@ __all__ = [
 
 
 def has_other_rules(options: Mapping[str, Any]) -> bool:
-    """Whether ``hmt.optimizer.module_rules`` do more than leave modules to AdamW, which the planner does not know."""
-    return any(rule.get("method") != DENSE for rule in options["module_rules"].values())
+    """Whether ``hmt.optimizer.module_rules`` do more than leave modules to AdamW or set rates, which the planner does not
+    know."""
+    return any(
+        rule.get("method") != DENSE
+        and any(v is not None for k, v in rule.items() if k != "lr_scale")
+        for rule in options["module_rules"].values()
+    )
 
 
 def check_supported(

@@ -162,7 +162,7 @@ def _rule(param_state: ParamState) -> list[str]:
     matrix, settings = param_state.matrix, param_state.assignment.settings
     rate = param_state.assignment.lr_scale
     if matrix is not None and settings is not None and settings.beside_ratio != 1:
-        rate = matrix.scale
+        rate *= matrix.scale
     told += [] if rate == 1 else [f"learning rate x {rate:g}"]
     if matrix is None or settings is None:
         return told

@@ -71,6 +71,29 @@ def test_a_module_rule_has_the_plain_rate() -> None:
     assert sizes["norm.weight"] == pytest.approx(BESIDE_RATIO, rel=1e-3)
 
 
+def test_a_rate_of_its_own_is_on_matrices_and_vectors_and_changes_nothing_else() -> None:
+    fields: dict[str, Any] = {"rank": 4, "residual": "none"}
+    plain = moved(**fields)
+    rules = {
+        "fc": {"lr_scale": 3.0},  # the bias too, in place of its five
+        "embed": {"lr_scale": 20.0},
+        r"norm\.weight": {"lr_scale": 0.5},
+        "lm_head": {"rank": 4, "scale": 1.0, "lr_scale": 2.0},
+    }
+    sizes = moved(module_rules=rules, **fields)
+    expected = {
+        **plain,
+        "fc.weight": 3.0 * plain["fc.weight"],
+        "fc.bias": 3.0,
+        "embed_tokens.weight": 20.0,
+        "norm.weight": 0.5,
+        "lm_head.weight": 2.0 * 0.5,  # one step of Adam in 4 of 16 columns
+    }
+    assert sizes == pytest.approx(expected, rel=1e-3)
+    everything = moved(method="adamw", module_rules={".": {"lr_scale": 3.0}})
+    assert everything == pytest.approx(dict.fromkeys(everything, 3.0), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"target_modules": "all"}, {"module_rules": {"embed|lm_head": {"method": "lowrank_adamw"}}}],

@@ -147,6 +147,7 @@ def test_thresholds_and_candidates_of_their_own():
         ({"(": {"rank": 2}}, r"hmt\.optimizer\.module_rules: got '\(' .*not a regular expression"),
         ({"2": {"rank": 0}}, r"hmt\.optimizer\.module_rules\['2'\]\.rank: got 0"),
         ({"2": {"method": "galore"}}, r"module_rules\['2'\]\.method: got 'galore'"),
+        ({"2": {"lr_scale": 0}}, r"module_rules\['2'\]\.lr_scale: got 0"),
         ({"2": {"scale": -1.0}}, r"module_rules\['2'\]\.scale: got -1\.0"),
         (
             {"2": {"range_finder": "random"}},
