@@ -47,6 +47,7 @@ setup(
             "galore-torch==1.0",
             "ninja>=1.11",
             "apollo-torch==1.0.3",
+            "pytorch-optimizer>=4.1,<5",
             "matplotlib>=3.8",
             "peft>=0.17",
             "trl>=1.16,<2",
@@ -56,6 +57,7 @@ setup(
         "compare": [
             "galore-torch==1.0",
             "apollo-torch==1.0.3",
+            "pytorch-optimizer>=4.1,<5",  # SOAP and Lion
             "matplotlib>=3.8",
             "peft>=0.17",
         ],

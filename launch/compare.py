@@ -7,7 +7,7 @@ examples:
   python launch/compare.py speed               step times, in one process
   python launch/compare.py report              Markdown, CSV, JSON, pictures
   python launch/compare.py merge --cells FILE  add another machine's cells
-  python launch/compare.py table               all of it against AdamW
+  python launch/compare.py table               all of it against AdamW, frontier
 
 Every run is a cell: one line of launch/results/compare/cells.jsonl.xz. A
 finished cell is not run again and an interrupted one goes on where it stopped,
@@ -33,8 +33,9 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
 from benchmarks.results import RESULTS, machine, machine_slug  # noqa: E402
 from comparison.cells import DTYPES, SHAPES, Setting, Store, choose_device  # noqa: E402
 from comparison.corpus import pretraining_text  # noqa: E402
+from comparison.frontier import frontier  # noqa: E402
 from comparison.headline import headline  # noqa: E402
-from comparison.report import write_report  # noqa: E402
+from comparison.report import newest_speed, summaries, write_report  # noqa: E402
 from comparison.speed import measure_speed  # noqa: E402
 from comparison.stages import Plan, run_one, run_queue  # noqa: E402
 from comparison.variants import INTERVAL, VARIANTS, select  # noqa: E402
@@ -56,6 +57,10 @@ def make_parser() -> argparse.ArgumentParser:
     names = f"comma-separated (default: {', '.join(VARIANTS)})"
     add("--variants", type=_words, metavar="NAMES", help=names)
     add("--lrs", type=_rates, metavar="RATES", help="learning rates (default: each variant's own)")
+    text = "on the learning rate of embeddings, head and vectors (default: each variant's own)"
+    add("--embedding_lr_scales", type=_factors, metavar="FACTORS", help=text)
+    text = f"of a weight that a step takes, lr x weight_decay (default: {Setting.decay:g})"
+    add("--decays", type=_rates, metavar="SHARES", help=text)
     add("--seeds", type=_seeds, help="of weights and order (default: 0; final: 0,1,2)")
     tokens = ", ".join(f"{stage}: {count:,}" for stage, count in DEFAULT_TOKENS.items())
     add("--tokens", type=int, metavar="N", help=f"of one run (default: {tokens})")
@@ -122,6 +127,13 @@ def _rates(text: str) -> tuple[float, ...]:
     return tuple(float(word) for word in _words(text))
 
 
+def _factors(text: str) -> tuple[float, ...]:
+    factors = _rates(text)
+    if not all(factor > 0 for factor in factors):
+        raise argparse.ArgumentTypeError(f"got {text}; legal: numbers above 0")
+    return factors
+
+
 def _seeds(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in _words(text))
 
@@ -150,6 +162,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         seeds=args.seeds or DEFAULT_SEEDS[args.stage],
         variants=args.variants,
         learning_rates=args.lrs,
+        embedding_lr_scales=args.embedding_lr_scales,
+        decays=args.decays,
         base_tokens=args.base_tokens,
         cache=args.cache_dir,
         budget_seconds=None if minutes is None else 60 * minutes,
@@ -168,7 +182,8 @@ def main(args: argparse.Namespace) -> int:
         print(*store.merge(args.cells), sep="\n")
         return 0
     if args.stage == "table":
-        print(headline(store))
+        records, speed = store.records(), newest_speed(folder)
+        print(headline(store), frontier(summaries(records, speed)), sep="\n\n")
         return 0
     if args.stage == "speed":
         speed = folder / f"speed-{machine_slug(machine())}.json"

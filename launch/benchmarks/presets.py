@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import Setting
-from comparison.cells import Store
+from comparison.cells import Point, Store, point_of
 from comparison.report import newest_speed, summaries
 from comparison.stages import BASELINE
 from hmt_deepspeed.config import HMTConfig
@@ -105,10 +105,17 @@ def _peaks(results: Path) -> dict[str, float]:
 
 
 def _lines(store: Store) -> Mapping[str, Any]:
-    """Of the sweep over `TOKENS` that has most of the rows' variants."""
+    """Of the sweep over `TOKENS` that has most of the rows' variants; of all but AdamW with their own rate of embeddings and
+    the setting's decay, which is what the presets are.
+    """
+    records = [
+        own
+        for own in store.records()
+        if own["variant"] == BASELINE or point_of(own) == Point(own["lr"])
+    ]
     found = [
         experiment["variants"]
-        for experiment in summaries(store.records(), newest_speed(store.results))
+        for experiment in summaries(records, newest_speed(store.results))
         if experiment["stage"] == "sweep" and experiment["tokens"] == TOKENS
     ]
     return max(found, key=lambda variants: len(set(variants) & set(ROWS.values())), default={})

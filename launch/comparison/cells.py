@@ -9,9 +9,9 @@ import json
 import lzma
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,8 +92,10 @@ class Setting:
     def steps(self, tokens: int) -> int:
         return max(1, tokens // self.step_tokens)
 
-    def hyper(self, lr: float, seed: int) -> Hyper:
-        return Hyper(lr, self.betas, self.eps, self.decay / lr, seed)
+    def hyper(self, lr: float, seed: int, decay: float | None = None) -> Hyper:
+        """decay: in place of the setting's."""
+        own = self.decay if decay is None else decay
+        return Hyper(lr, self.betas, self.eps, own / lr, seed)
 
 
 def choose_device(dtype: str | None) -> tuple[str, str]:
@@ -105,11 +107,35 @@ def choose_device(dtype: str | None) -> tuple[str, str]:
     return device, dtype or ("bf16" if device == "cuda" else "fp32")
 
 
+class Point(NamedTuple):
+    """What is swept of a variant.
+
+    embedding_lr_scale: factor on the learning rate of embeddings, head and vectors, of all but the matrices; None where
+    the variant's own, which is 1 for peers. decay: in place of the setting's, unless None.
+    """
+
+    lr: float
+    embedding_lr_scale: float | None = None
+    decay: float | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{self.lr:g}"]
+        if self.embedding_lr_scale is not None:
+            parts.append(f"embeddings x {self.embedding_lr_scale:g}")
+        return ", ".join([*parts, *([] if self.decay is None else [f"decay {self.decay:g}"])])
+
+
+def point_of(record: Mapping[str, Any]) -> Point:
+    """Of a record, or a line of the report; None for what an older one lacks."""
+    return Point(record["lr"], record.get("embedding_lr_scale"), record.get("decay"))
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run. stage: "base" (the checkpoint that finetuning starts from), sweep, final, finetune.
 
     text: digest of its tokens, known once they are read. start: key of the base cell it continues.
+    embedding_lr_scale, decay: see :class:`Point`.
     """
 
     stage: str
@@ -120,17 +146,30 @@ class Cell:
     setting: Setting
     text: str
     start: str | None = None
+    embedding_lr_scale: float | None = None
+    decay: float | None = None
 
     @property
     def key(self) -> str:
         digest = hashlib.sha256(json.dumps(self.record(), sort_keys=True).encode()).hexdigest()
-        return f"{self.stage}-{self.variant}-lr{self.lr:g}-seed{self.seed}-{digest[:10]}"
+        scale, decay = self.embedding_lr_scale, self.decay
+        swept = "" if scale is None else f"-embeddings{scale:g}"
+        swept += "" if decay is None else f"-decay{decay:g}"
+        return f"{self.stage}-{self.variant}-lr{self.lr:g}{swept}-seed{self.seed}-{digest[:10]}"
 
     def record(self) -> dict[str, Any]:
-        """Everything that decides the result, as JSON holds it."""
-        variant = VARIANTS[self.variant]
-        fields = {**asdict(self), "kind": variant.kind, "options": dict(variant.options)}
+        """Everything that decides the result, as JSON holds it; what is the variant's or the setting's own is left out."""
+        variant, fields = VARIANTS[self.variant], asdict(self)
+        for name in ("embedding_lr_scale", "decay"):
+            if fields[name] is None:
+                del fields[name]
+        fields |= {"kind": variant.kind, "options": dict(variant.options)}
         return json.loads(json.dumps(fields))
+
+    @property
+    def hyper(self) -> Hyper:
+        own = self.setting.hyper(self.lr, self.seed, self.decay)
+        return replace(own, embedding_lr_scale=self.embedding_lr_scale)
 
 
 class Store:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from comparison.cells import Store
-from comparison.report import newest_speed, summaries
+from comparison.frontier import losses_by_seed, markdown_table, number
+from comparison.report import newest_speed, rate_text, summaries
 from comparison.stages import BASELINE
 
 STAGES = {"final": "pretraining", "finetune": "fine-tuning"}
@@ -35,11 +36,7 @@ def headline(store: Store) -> str:
     rows = [row for experiment in experiments for row in _rows(experiment)]
     if not rows:
         raise ValueError(f"no final in {store.results}: run `python launch/compare.py final`")
-    return _markdown(HEADERS, rows)
-
-
-def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (headers, ["---"] * len(headers), *rows))
+    return markdown_table(HEADERS, rows)
 
 
 def _largest(store: Store) -> dict[str, Mapping[str, Any]]:
@@ -70,21 +67,14 @@ def _rows(experiment: Mapping[str, Any]) -> Sequence[Sequence[str]]:
 
 
 def _cells(line: Mapping[str, Any], baseline: Mapping[str, Any]) -> Sequence[str]:
-    losses, others = line["losses_by_seed"], baseline["losses_by_seed"]
-    seeds = sorted({*losses, *others})
-    against = [losses[s] / others[s] - 1 if s in losses and s in others else None for s in seeds]
-    found = any(share is not None for share in against) and line is not baseline
+    by_seed, against = losses_by_seed(line, baseline)
     return [
-        _number(line["state_bytes"]["moments_share"], ".3f"),
-        _number(line["state_bytes"]["moments_and_bases_share"], ".3f"),
+        number(line["state_bytes"]["moments_share"], ".3f"),
+        number(line["state_bytes"]["moments_and_bases_share"], ".3f"),
         f"{line['peak_over_start_bytes'] / 2**20:.0f} MiB",
-        f"{line['lr']:g}",
+        rate_text(line, mark=""),
         f"{line['val_loss']:.3f}",
-        " / ".join(_number(losses.get(seed), ".3f") or "-" for seed in seeds),
-        " / ".join(_number(share, "+.1%") or "-" for share in against) if found else "",
+        by_seed,
+        against,
         f"{line['tokens_per_second']:.0f}" if line["speed_measured_alone"] else "",
     ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

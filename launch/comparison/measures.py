@@ -17,6 +17,11 @@ from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.report.metrics import host_bytes, peak_host_bytes
 
 ADAMW_MOMENT_BYTES = 8  # two fp32 moments per element
+# Of bitsandbytes with the scales of their blocks, of Adam-mini, of Muon.
+MOMENTS = frozenset(
+    {"state1", "state2", "absmax1", "absmax2", "m", "v", "vmean", "momentum_buffer"}
+)
+BASES = frozenset({"basis", "Q", "GG"})  # SOAP's with what they are made from
 
 
 def states_by_name(contender: Contender) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -33,13 +38,22 @@ def states_by_name(contender: Contender) -> Iterator[tuple[str, Mapping[str, Any
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of one state with their keys; a peer's projector object holds its basis."""
+    """Tensors of one state with their keys; a peer's projector object holds its basis, SOAP lists of two."""
     for key, value in state.items():
         basis = getattr(value, "ortho_matrix", None)
         if basis is not None:
             yield "basis", basis
         elif isinstance(value, Tensor):
             yield key, value
+        elif isinstance(value, list):
+            yield from ((key, own) for own in value if isinstance(own, Tensor))
+
+
+def _kind(key: str) -> str:
+    """What a state of a matrix is, by its key in the peer's own words."""
+    if key.startswith("exp_avg") or key in MOMENTS:
+        return "matrices_moments"
+    return "matrices_bases" if key in BASES else "matrices_other"
 
 
 def state_bytes(contender: Contender) -> dict[str, Any]:
@@ -60,11 +74,7 @@ def state_bytes(contender: Contender) -> dict[str, Any]:
         return _with_shares(contender, sizes)
     for name, state in states_by_name(contender):
         for key, tensor in _tensors(state):
-            kind = "dense"
-            if name in matrices:
-                kind = "matrices_other"
-                kind = "matrices_moments" if key.startswith("exp_avg") else kind
-                kind = "matrices_bases" if key.startswith("basis") else kind
+            kind = _kind(key) if name in matrices else "dense"
             sizes[kind] += tensor.numel() * tensor.element_size()
             if name in experts and kind == "matrices_moments":
                 sizes["experts_moments"] += tensor.numel() * tensor.element_size()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from comparison.cells import Point, point_of
 from comparison.variants import VARIANTS
 
 Record = dict[str, Any]
@@ -34,7 +35,7 @@ def pictured(experiment: Mapping[str, Any], records: Sequence[Record]) -> dict[s
     Of more variants than the table has, the table's.
     """
     runs = {
-        name: {r["seed"]: r for r in records if _is_best(r, name, line["lr"])}
+        name: {r["seed"]: r for r in records if _is_best(r, name, point_of(line))}
         for name, line in experiment["variants"].items()
     }
     counts = Counter(seed for own in runs.values() for seed in sorted(own))
@@ -45,9 +46,9 @@ def pictured(experiment: Mapping[str, Any], records: Sequence[Record]) -> dict[s
     return shown
 
 
-def _is_best(record: Record, name: str, rate: float) -> bool:
+def _is_best(record: Record, name: str, point: Point) -> bool:
     finished = record.get("val_loss") is not None
-    return finished and record["variant"] == name and record["lr"] == rate
+    return finished and record["variant"] == name and point_of(record) == point
 
 
 def _has_several_ranks(record: Record) -> bool:

@@ -11,9 +11,11 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from comparison.cells import Store, read_json, write_rows
+from comparison.cells import SHAPES, Point, Store, point_of, read_json, write_rows
+from comparison.contenders import own_embedding_lr_scale
+from comparison.frontier import frontier
 from comparison.plots import draw
-from comparison.stages import BASELINE, lowest_rate
+from comparison.stages import BASELINE, lowest_point
 from comparison.variants import VARIANTS
 
 Record = dict[str, Any]
@@ -23,6 +25,8 @@ CELL_COLUMNS = (
     "stage",
     "variant",
     "lr",
+    "embedding_lr_scale",
+    "decay",
     "seed",
     "tokens",
     "val_loss",
@@ -104,7 +108,8 @@ NOTES = (
     "that sampled after backward alone.",
     "host RAM: most resident bytes of the process, on a CPU the peak memory; PCIe: bytes that the "
     "training loop copied to and from the device in the whole run, blank where there is none.",
-    "lr: `*` marks the lowest or highest rate that was tried: the best may lie beyond.",
+    "lr: `*` marks the lowest or highest rate that was tried: the best may lie beyond. Behind it are the factor on the "
+    "rate of embeddings, head and vectors, and the weight decay, where they are not the variant's and the setting's.",
     "tokens/s and step times: `speed` measures all variants in alternation, and these are of the machine "
     "that it ran on last; `~` marks a variant it has not measured there, whose time is the training run's "
     "own, beside whatever else the machine did.",
@@ -139,8 +144,9 @@ def write_report(store: Store) -> Path:
 
 
 def report_text(experiments: Sequence[Mapping[str, Any]]) -> str:
-    """report.md: what its columns mean, then every experiment."""
+    """report.md: what its columns mean, the frontier where there is one, then every experiment."""
     sections = [HEAD, *(f"- {note}" for note in NOTES)]
+    sections += ["", found.rstrip()] if (found := frontier(experiments)) else []
     for experiment in experiments:
         sections += ["", markdown(experiment)]
     return "\n".join(sections) + "\n"
@@ -245,12 +251,13 @@ def summarize(
         finished = [r for r in own if r.get("val_loss") is not None]
         if finished:
             swept = [r for r in sweeps if r["variant"] == name and _common(r) == _common(first)]
-            rates = sorted({r["lr"] for r in [*own, *swept]})
-            lines[name] = _best(finished, rates, _comparable(speed.get(name), first["setting"]))
+            tried = [point_of(r) for r in [*own, *swept]]
+            lines[name] = _best(finished, tried, _comparable(speed.get(name), first["setting"]))
         else:
             skipped[name] = reasons[0] if reasons else "every learning rate diverged"
     return {
         "name": _identity(first),
+        "compared": _common(first),
         "stage": first["stage"],
         "tokens": first["tokens"],
         "setting": first["setting"],
@@ -269,19 +276,21 @@ def _comparable(speed: Mapping[str, Any] | None, setting: Mapping[str, Any]) -> 
     return dict(speed)
 
 
-def _best(finished: Sequence[Record], rates: Sequence[float], speed: Record | None) -> Record:
-    by_rate: dict[float, list[Record]] = {}
+def _best(finished: Sequence[Record], tried: Sequence[Point], speed: Record | None) -> Record:
+    by_point: dict[Point, list[Record]] = {}
     for record in finished:
-        by_rate.setdefault(record["lr"], []).append(record)
-    losses = {lr: mean(r["val_loss"] for r in own) for lr, own in by_rate.items()}
-    rate = lowest_rate(finished)
-    own = by_rate[rate]
+        by_point.setdefault(point_of(record), []).append(record)
+    losses = {str(p): mean(r["val_loss"] for r in own) for p, own in by_point.items()}
+    point, rates = lowest_point(finished), sorted({p.lr for p in tried})
+    own = by_point[point]
     timed = speed or own[0]
     values = [r["val_loss"] for r in own]
     return {
-        "lr": rate,
-        "lr_at_the_edge": rate in (rates[0], rates[-1]),
-        "losses_by_lr": {f"{lr:g}": loss for lr, loss in sorted(losses.items())},
+        **point._asdict(),
+        "lr_at_the_edge": point.lr in (rates[0], rates[-1]),
+        "embeddings": _embeddings(own[0]),
+        "tried": [len(rates), *(len({p[place] for p in tried}) for place in (1, 2))],
+        "losses_by_point": dict(sorted(losses.items())),
         "val_loss": mean(values),
         "val_loss_std": stdev(values) if len(values) > 1 else None,
         "losses_by_seed": {str(r["seed"]): r["val_loss"] for r in own},
@@ -304,6 +313,16 @@ def _best(finished: Sequence[Record], rates: Sequence[float], speed: Record | No
         "checkpoint_bytes": own[0]["checkpoint_bytes"],
         "key": own[0]["key"],
     }
+
+
+def _embeddings(record: Record) -> float | None:
+    """Factor on the rate of embeddings, head and vectors; None of a block whose own is not known or not one."""
+    name, given = record["variant"], record.get("embedding_lr_scale")
+    if given is not None or record["kind"] != "hmt":
+        return given or 1.0
+    if name not in VARIANTS or VARIANTS[name].options != record["options"]:
+        return None
+    return own_embedding_lr_scale(name, SHAPES[record["setting"]["model"]].hidden)
 
 
 def _machine(info: Mapping[str, Any]) -> str:
@@ -349,7 +368,7 @@ def _cells(line: Mapping[str, Any]) -> list[str]:
     if line["rank_mean"] is not None:
         ranks = f"{line['rank_counts']}, mean {line['rank_mean']:.0f}"
     return [
-        f"{line['lr']:g}{'*' if line['lr_at_the_edge'] else ''}",
+        rate_text(line),
         f"{line['val_loss']:.4f}{spread}",
         str(len(line["losses_by_seed"])),
         _share(states["moments_share"]),
@@ -368,6 +387,12 @@ def _cells(line: Mapping[str, Any]) -> list[str]:
         _megabytes(line["pcie_bytes"]),
         _megabytes(line["checkpoint_bytes"]),
     ]
+
+
+def rate_text(line: Mapping[str, Any], mark: str = "*") -> str:
+    """The point of a line, with the mark of a learning rate at the edge."""
+    rate, *beside = str(point_of(line)).split(", ")
+    return ", ".join([rate + mark * line["lr_at_the_edge"], *beside])
 
 
 def _share(value: float | None) -> str:

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from statistics import mean
 from typing import Any
 
-from comparison.cells import Cell, Setting, Store
-from comparison.contenders import Unavailable, build
+from comparison.cells import Cell, Point, Setting, Store, point_of
+from comparison.contenders import Unavailable, build, own_embedding_lr_scale
 from comparison.corpus import finetuning_texts, pretraining_text
 from comparison.training import build_model, train_cell
 from comparison.variants import VARIANTS, select
@@ -25,7 +26,9 @@ FINETUNE_RATE = 0.25
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for. None: the table's learning rates, the experiment's variants."""
+    """What was asked for. None: the table's learning rates, the experiment's variants, the variants' own rate of
+    embeddings, the setting's decay.
+    """
 
     stage: str
     setting: Setting
@@ -33,6 +36,8 @@ class Plan:
     seeds: tuple[int, ...]
     variants: tuple[str, ...] | None = None
     learning_rates: tuple[float, ...] | None = None
+    embedding_lr_scales: tuple[float, ...] | None = None
+    decays: tuple[float, ...] | None = None
     base_tokens: int = 0
     base_lr: float = 1e-3
     cache: str = ""
@@ -58,55 +63,66 @@ def make_queue(plan: Plan, store: Store) -> Queue:
     if plan.stage == "finetune":
         return _finetune_queue(plan, variants)
     data = pretraining_text(plan.setting, plan.cache)
-    if plan.stage == "final":
-        rates = {
-            name: plan.learning_rates or (best_rate(store, name, plan.setting, data.digest),)
-            for name in variants
-        }
-    else:
-        rates = {name: plan.learning_rates or VARIANTS[name].learning_rates for name in variants}
+    given = plan.learning_rates or plan.embedding_lr_scales or plan.decays
+    points = {}
+    for name in variants:
+        rates = plan.learning_rates or VARIANTS[name].learning_rates
+        if plan.stage == "final" and not plan.learning_rates:
+            best = best_point(store, name, plan.setting, data.digest)
+            rates = (best.lr,)
+        points[name] = _grid(plan, name, rates) if given or plan.stage != "final" else (best,)
     cells = [
-        Cell(plan.stage, name, lr, seed, plan.tokens, plan.setting, data.digest)
-        for name, lr, seed in _informative(rates, plan.seeds)
+        Cell(plan.stage, name, lr, seed, plan.tokens, plan.setting, data.digest, None, *beside)
+        for name, (lr, *beside), seed in _informative(points, plan.seeds)
     ]
     return Queue(cells, {cell.key: data for cell in cells})
+
+
+def _grid(plan: Plan, variant: str, rates: Iterable[float]) -> tuple[Point, ...]:
+    """All that is asked for of a variant; what it has by itself, or the setting, is no point of its own."""
+    own = own_embedding_lr_scale(variant, plan.setting.shape.hidden)
+    scales = [None if scale == own else scale for scale in plan.embedding_lr_scales or (None,)]
+    decays = [None if d == plan.setting.decay else d for d in plan.decays or (None,)]
+    return tuple(Point(*found) for found in product(rates, scales, decays))
 
 
 def _finetune_queue(plan: Plan, variants: Sequence[str]) -> Queue:
     base_text, tuning = finetuning_texts(plan.setting, plan.cache)
     base = Cell("base", BASELINE, plan.base_lr, 0, plan.base_tokens, plan.setting, base_text.digest)
-    rates = {
-        name: plan.learning_rates
-        or tuple(lr * FINETUNE_RATE for lr in VARIANTS[name].learning_rates)
-        for name in variants
-    }
+    points = {}
+    for name in variants:
+        usual = tuple(lr * FINETUNE_RATE for lr in VARIANTS[name].learning_rates)
+        points[name] = _grid(plan, name, plan.learning_rates or usual)
     cells = [
-        Cell("finetune", name, lr, seed, plan.tokens, plan.setting, tuning.digest, base.key)
-        for name, lr, seed in _informative(rates, plan.seeds)
+        Cell(
+            "finetune", name, lr, seed, plan.tokens, plan.setting, tuning.digest, base.key, *beside
+        )
+        for name, (lr, *beside), seed in _informative(points, plan.seeds)
     ]
     texts = {base.key: base_text, **{cell.key: tuning for cell in cells}}
     return Queue([base, *cells], texts)
 
 
 def _informative(
-    rates: dict[str, tuple[float, ...]], seeds: Iterable[int]
-) -> list[tuple[str, float, int]]:
-    """Seed by seed: the baseline at all its rates, then everyone's first rate, second, ..."""
+    points: Mapping[str, tuple[Point, ...]], seeds: Iterable[int]
+) -> list[tuple[str, Point, int]]:
+    """Seed by seed: the baseline at all its points, then everyone's first point, second, ..."""
     order = []
     for seed in seeds:
-        if BASELINE in rates:
-            order += [(BASELINE, lr, seed) for lr in rates[BASELINE]]
-        others = {name: lrs for name, lrs in rates.items() if name != BASELINE}
-        for turn in range(max((len(lrs) for lrs in others.values()), default=0)):
-            order += [(n, lrs[turn], seed) for n, lrs in others.items() if turn < len(lrs)]
+        order += [(BASELINE, point, seed) for point in points.get(BASELINE, ())]
+        others = {name: own for name, own in points.items() if name != BASELINE}
+        for turn in range(max((len(own) for own in others.values()), default=0)):
+            order += [(n, own[turn], seed) for n, own in others.items() if turn < len(own)]
     return order
 
 
-def best_rate(store: Store, variant: str, setting: Setting, text: str) -> float:
-    """The learning rate with the lowest validation loss in the longest sweep of the same setting."""
+def best_point(store: Store, variant: str, setting: Setting, text: str) -> Point:
+    """The point with the lowest validation loss in the longest sweep of the same setting."""
     finished = []
     for record in store.records():
-        own = Cell("sweep", variant, record["lr"], record["seed"], record["tokens"], setting, text)
+        lr, *beside = point_of(record)
+        run = (record["seed"], record["tokens"], setting, text, None)
+        own = Cell("sweep", variant, lr, *run, *beside)
         if own.key == record["key"] and record.get("val_loss") is not None:
             finished.append(record)
     if not finished:
@@ -115,34 +131,36 @@ def best_rate(store: Store, variant: str, setting: Setting, text: str) -> float:
             f"`python launch/compare.py sweep --variants {variant}` first, or give --lrs"
         )
     longest = max(record["tokens"] for record in finished)
-    return lowest_rate(record for record in finished if record["tokens"] == longest)
+    return lowest_point(record for record in finished if record["tokens"] == longest)
 
 
-def lowest_rate(finished: Iterable[Mapping[str, Any]]) -> float:
-    """The learning rate with the lowest mean loss at the seeds that every rate was run at.
+def lowest_point(finished: Iterable[Mapping[str, Any]]) -> Point:
+    """The point with the lowest mean loss at the seeds that every point was run at.
 
-    A seed that one rate alone was run at says as much about the seed as about the rate; where no seed is
+    A seed that one point alone was run at says as much about the seed as about the point; where no seed is
     common to all, the means are of all there are.
     """
-    losses: dict[float, dict[int, float]] = {}
+    losses: dict[Point, dict[int, float]] = {}
     for record in finished:
-        losses.setdefault(float(record["lr"]), {})[record["seed"]] = record["val_loss"]
+        losses.setdefault(point_of(record), {})[record["seed"]] = record["val_loss"]
     shared = set.intersection(*(set(own) for own in losses.values()))
 
-    def loss(rate: float) -> float:
-        return mean(v for seed, v in losses[rate].items() if seed in shared or not shared)
+    def loss(point: Point) -> float:
+        return mean(v for seed, v in losses[point].items() if seed in shared or not shared)
 
     return min(losses, key=loss)
 
 
-def check_variants(names: Iterable[str], setting: Setting) -> None:
+def check_variants(
+    names: Iterable[str], setting: Setting, embedding_lr_scale: float | None = None
+) -> None:
     """Construct every variant once, so that a wrong option stops the command before it trains.
 
     Raises:
         ValueError: what the optimizer refuses.
     """
+    hyper = replace(setting.hyper(1e-3, 0), embedding_lr_scale=embedding_lr_scale)
     for name in names:
-        hyper = setting.hyper(1e-3, 0)
         try:
             build(name, build_model(setting, 0), setting.shape.hidden, hyper).close()
         except Unavailable as reason:
@@ -158,7 +176,9 @@ def run_queue(plan: Plan, store: Store, command: Sequence[str]) -> int:
     """
     begin = time.monotonic()
     queue = make_queue(plan, store)
-    check_variants(dict.fromkeys(cell.variant for cell in queue.cells), plan.setting)
+    for scale in dict.fromkeys(cell.embedding_lr_scale for cell in queue.cells):
+        named = (cell.variant for cell in queue.cells if cell.embedding_lr_scale == scale)
+        check_variants(dict.fromkeys(named), plan.setting, scale)
     failed = []
     for number, cell in enumerate(queue.cells, 1):
         if store.is_finished(cell):

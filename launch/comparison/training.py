@@ -90,8 +90,7 @@ class Run:
         if cell.start is not None:
             path = store.weights(cell.start)
             model.load_state_dict(torch.load(path, map_location=setting.device, weights_only=True))
-        hyper = setting.hyper(cell.lr, cell.seed)
-        self.contender: Contender = build(cell.variant, model, setting.shape.hidden, hyper)
+        self.contender: Contender = build(cell.variant, model, setting.shape.hidden, cell.hyper)
         self.contender.model.train()
         self.order = GlobalOrder(len(data.train), cell.seed)
         self.validation = held_out_rows(data, setting.eval_rows)

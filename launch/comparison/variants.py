@@ -32,12 +32,20 @@ class Variant:
 
 
 _ADAMW = (1e-3, 5e-4, 2e-3, 2.5e-4)
+_MUON = (1e-3, 2e-3, 5e-4)
 # A factor of 0.25 on the low-rank update asks for a learning rate some four times AdamW's.
 _QUARTER = (1e-2, 5e-3, 2e-2)
+# Lion's papers ask for a third to a tenth of AdamW's, SOAP's for three times it.
+_LION, _SOAP = (3e-4, 1e-4, 1e-3), (3e-3, 1e-3, 6e-3)
 _ADAPTER = (4e-3, 1e-3, 1.6e-2)
 
 _GALORE = {"rank": "d/4", "update_proj_gap": INTERVAL, "scale": 0.25}
 _APOLLO = {"rank": "d/4", "update_proj_gap": INTERVAL, "proj": "random", "proj_type": "std"}
+
+
+def _muon(**fields: Any) -> dict[str, Any]:
+    return {"optimizer": {"method": "muon", **fields}}
+
 
 VARIANTS: dict[str, Variant] = {
     "adamw": Variant("adamw", {}, _ADAMW),
@@ -46,11 +54,22 @@ VARIANTS: dict[str, Variant] = {
     "apollo_interval_200": Variant(
         "apollo", {**_APOLLO, "scale": 1.0, "scale_type": "channel"}, _QUARTER
     ),
+    # at AdamW's rate and decay (Moonshot's factor)
+    "muon": Variant("muon", {"adjust_lr_fn": "match_rms_adamw"}, (2e-3, 4e-3, 1e-3, 8e-3)),
+    "soap": Variant("soap", {"betas": [0.95, 0.95], "precondition_frequency": 10}, _SOAP),
+    "adam_mini": Variant("adam_mini", {}, _ADAMW),
+    # of its paper, for language
+    "lion": Variant("lion", {"betas": [0.95, 0.98]}, _LION),
+    "adamw_8bit": Variant("adamw_8bit", {}, _ADAMW),
     "hmt": Variant("hmt", {}, _ADAMW),
     "hmt_memory": Variant("hmt", {"preset": "memory"}, _ADAMW),
     "hmt_paper": Variant("hmt", {"preset": "paper"}, _ADAMW),
     # half of the width in 8 bits: an eighth of AdamW's moments
     "hmt_int8_half": Variant("hmt", {"optimizer": {"rank": "d/2", "state_dtype": "int8"}}, _ADAMW),
+    # Muon in the subspace: an eighth of AdamW's moments, a sixteenth, a thirty-second
+    "hmt_muon": Variant("hmt", _muon(rank="d/4"), _MUON),
+    "hmt_muon_int8_half": Variant("hmt", _muon(rank="d/2", state_dtype="int8"), _MUON),
+    "hmt_muon_int8": Variant("hmt", _muon(rank="d/4", state_dtype="int8"), _MUON),
     "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
     "qlora": Variant("qlora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
 }

@@ -161,10 +161,14 @@ def test_every_committed_cell_is_under_the_key_of_what_decides_it(
     assert len(committed) >= 242
     assert list(committed) == sorted(committed)
     decides = ("stage", "variant", "lr", "seed", "tokens", "setting", "text", "start")
+    swept = ("embedding_lr_scale", "decay")  # in no cell that has the variant's and the setting's
     for key, own in committed.items():
-        fields = {name: own[name] for name in (*decides, "kind", "options")}
+        names = (*decides, *(name for name in swept if name in own), "kind", "options")
+        fields = {name: own[name] for name in names}
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:10]
-        name = f"{own['stage']}-{own['variant']}-lr{own['lr']:g}-seed{own['seed']}"
+        words = zip(("-embeddings", "-decay"), swept, strict=True)
+        beside = "".join(f"{word}{own[name]:g}" for word, name in words if name in own)
+        name = f"{own['stage']}-{own['variant']}-lr{own['lr']:g}{beside}-seed{own['seed']}"
         assert own["key"] == key == f"{name}-{digest}"
         assert "skipped" in own or own["val_loss"] is not None or own["diverged"]
 

@@ -12,11 +12,12 @@ import pytest
 from compare_runs import TRAINED, cell, markdown_rows
 
 from comparison.cells import Setting, Store, add_cells
+from comparison.frontier import frontier
 from comparison.headline import headline
 from comparison.plots import draw, pictured
 from comparison.report import markdown, summaries, weight_decay, write_report
 from comparison.speed import measure_speed
-from comparison.stages import best_rate, lowest_rate
+from comparison.stages import best_point, lowest_point
 from comparison.variants import VARIANTS
 
 
@@ -184,7 +185,7 @@ def test_cells_with_one_weight_decay_at_every_rate_are_an_experiment_of_their_ow
     add_cells(store.cells, [record])
     found = [weight_decay(experiment["setting"]) for experiment in summaries(store.records(), {})]
     assert sorted(found) == ["0.0001 / lr", "0.1"]
-    assert best_rate(store, "adamw", setting, data.digest) == newer.lr
+    assert best_point(store, "adamw", setting, data.digest).lr == newer.lr
 
 
 def test_a_report_of_nothing_says_what_to_run(tmp_path: Path) -> None:
@@ -229,14 +230,16 @@ def test_rates_are_compared_at_the_seeds_that_all_of_them_have(
         for (lr, seed), loss in losses.items():
             own = replace(cell(setting, data, "adamw"), stage=stage, lr=lr, seed=seed)
             store.write(own, {**results["adamw"], "val_loss": loss})
-    assert best_rate(store, "adamw", setting, data.digest) == 2e-3  # 1e-3 by the mean of its seeds
+    assert (
+        best_point(store, "adamw", setting, data.digest).lr == 2e-3
+    )  # 1e-3 by the mean of its seeds
     final = next(e for e in summaries(store.records(), {}) if e["stage"] == "final")
     assert final["variants"]["adamw"]["lr"] == 2e-3
     shorter = replace(cell(setting, data, "adamw"), lr=8e-3, tokens=1)
     store.write(shorter, {**results["adamw"], "val_loss": 1.0})
-    assert best_rate(store, "adamw", setting, data.digest) == 2e-3
+    assert best_point(store, "adamw", setting, data.digest).lr == 2e-3
     apart = [{"lr": lr, "seed": seed, "val_loss": 1.0} for seed, lr in enumerate((1e-3, 2e-3))]
-    assert lowest_rate([*apart, {**apart[1], "seed": 2, "val_loss": 0.5}]) == 2e-3
+    assert lowest_point([*apart, {**apart[1], "seed": 2, "val_loss": 0.5}]).lr == 2e-3
 
 
 def test_a_finals_rate_is_at_the_edge_of_what_its_sweep_tried(
@@ -253,3 +256,56 @@ def test_a_finals_rate_is_at_the_edge_of_what_its_sweep_tried(
     store.write(replace(middle, lr=middle.lr / 2), results["adamw"])
     final = next(e for e in summaries(store.records(), {}) if e["stage"] == "final")
     assert not final["variants"]["adamw"]["lr_at_the_edge"]
+
+
+def test_the_frontier_is_of_runs_whose_adamw_had_its_embeddings_rate_swept(
+    results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
+) -> None:
+    store = Store(tmp_path, tmp_path / "runs")
+
+    def add(variant: str, stage: str, loss: float, seed: int = 0, **swept: float) -> None:
+        own = replace(
+            cell(setting, data, "adamw"), variant=variant, stage=stage, seed=seed, **swept
+        )
+        like = "galore" if variant.startswith("galore") else "adamw"
+        store.write(own, {**results[like], "val_loss": loss})
+
+    def tables() -> str:
+        return frontier(summaries(store.records(), {}))
+
+    add("adamw", "sweep", 3.0)
+    add("adamw", "final", 2.0)
+    add("adamw", "final", 2.0, seed=1)
+    add("galore_interval_200", "final", 1.8)
+    add("galore_interval_200", "final", 2.2, seed=1)
+    assert tables() == ""  # one rate for embeddings and matrices
+    add("adamw", "sweep", 2.5, embedding_lr_scale=10.0)
+    assert tables().count("### ") == 1  # the sweep; the finals' AdamW is not at its best
+    add("adamw", "final", 1.9, embedding_lr_scale=10.0)
+    add("adamw", "final", 1.9, seed=1, embedding_lr_scale=10.0, decay=3e-4)
+    add("adamw", "final", 1.7, seed=1, embedding_lr_scale=10.0)
+    assert best_point(store, "adamw", setting, data.digest) == (1e-3, 10.0, None)
+    text = tables()
+    assert text.count("### ") == 2
+    rows = markdown_rows(text.partition("### sweep")[0].partition("### ")[2])
+    adamw, galore = rows["adamw"], rows["galore_interval_200"]
+    assert (adamw["embeddings"], adamw["decay"], adamw["tried"]) == ("10", "0.0001", "1 / 2 / 2")
+    assert (galore["embeddings"], galore["tried"]) == ("1", "1 / 1 / 1")
+    assert galore["against AdamW, by seed"] == "-5.3% / +29.4%"
+    assert (adamw["lowest"], galore["lowest"]) == ("yes", "yes")
+    assert "frontier" in write_report(store).parent.parent.joinpath("report.md").read_text("utf-8")
+    line = markdown_rows(headline(store))["pretraining, 0.00384M tokens"]
+    assert line["lr"] in ("0.001, embeddings x 10", "0.001")
+
+
+def test_another_size_and_another_batch_are_tables_apart(
+    results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
+) -> None:
+    store, own = Store(tmp_path, tmp_path / "runs"), cell(setting, data, "adamw")
+    settings = (setting, replace(setting, model="10m"), replace(setting, batch_rows=64))
+    for other in settings:
+        store.write(replace(own, setting=other), results["adamw"])
+    assert len({record["key"] for record in store.records()}) == 3
+    texts = [markdown(experiment) for experiment in summaries(store.records(), {})]
+    assert sum("; 10m on" in text for text in texts) == 1
+    assert sum("64 x 32 a step" in text for text in texts) == 1

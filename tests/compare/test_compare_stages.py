@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from compare_runs import plan
 
 from comparison.cells import Cell, Setting, Store
 from comparison.corpus import documentation, finetuning_texts
-from comparison.stages import best_rate, make_queue
+from comparison.stages import best_point, make_queue
 from comparison.training import Run, train_cell
 from comparison.variants import VARIANTS
 
@@ -32,11 +33,30 @@ def test_final_takes_the_best_rate_of_the_sweep(
     setting: Setting, data: Any, folder: Path, store: Store, results: Any
 ) -> None:
     rate = VARIANTS["galore"].learning_rates[0]
-    assert best_rate(store, "galore", setting, data.digest) == rate
+    assert best_point(store, "galore", setting, data.digest).lr == rate
     queue = make_queue(plan(setting, folder, "final", variants=("galore",)), store)
     assert [own.lr for own in queue.cells] == [rate]
     with pytest.raises(ValueError, match=r"compare\.py sweep --variants hmt_left_d4"):
         make_queue(plan(setting, folder, "final", variants=("hmt_left_d4",)), store)
+
+
+def test_rates_of_embeddings_and_decays_are_swept_and_what_is_given_anyway_is_no_cell_of_its_own(
+    setting: Setting, folder: Path, store: Store
+) -> None:
+    plain = plan(setting, folder, "sweep", variants=("adamw", "hmt"), learning_rates=(1e-3,))
+    keys = {own.variant: own.key for own in make_queue(plain, store).cells}
+    grid = replace(plain, embedding_lr_scales=(1.0, 5.0), decays=(1e-4, 0.0))
+    cells = make_queue(grid, store).cells
+    found = [(own.variant, own.embedding_lr_scale, own.decay) for own in cells]
+    assert found[:4] == [("adamw", scale, decay) for scale in (None, 5.0) for decay in (None, 0.0)]
+    assert found[4:] == [("hmt", scale, decay) for scale in (1.0, None) for decay in (None, 0.0)]
+    assert len({own.key for own in cells}) == 8
+    assert set(keys.values()) < {own.key for own in cells}
+    assert cells[3].key.startswith("sweep-adamw-lr0.001-embeddings5-decay0-seed0-")
+    assert cells[3].hyper.weight_decay == 0.0
+    finals = replace(grid, stage="final", variants=("galore",), learning_rates=None, decays=None)
+    points = [(own.lr, own.embedding_lr_scale) for own in make_queue(finals, store).cells]
+    assert points == [(1e-2, None), (1e-2, 5.0)]  # the best rate of its sweep
 
 
 def test_finetuning_starts_from_a_base_model_of_other_text(

@@ -32,7 +32,8 @@ def test_the_default_is_the_whole_table_and_adapters_only_tune() -> None:
     tuned, pretrained = select(None, "finetune"), select(None, "sweep")
     assert [name for name in tuned if name not in pretrained] == ["lora", "qlora"]
     kinds = {VARIANTS[name].kind for name in tuned}
-    assert kinds == {"adamw", "galore", "fira", "apollo", "hmt", "lora", "qlora"}
+    peers = {"muon", "soap", "adam_mini", "lion", "adamw_8bit"}
+    assert kinds == {"adamw", "galore", "fira", "apollo", "hmt", "lora", "qlora", *peers}
 
 
 def test_the_default_block_and_the_presets_are_variants() -> None:
