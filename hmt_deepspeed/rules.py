@@ -125,7 +125,7 @@ class Rule:
         gradient: what it takes: ``projected``, ``G [Q | P]``; ``core``, the same, of which ``P^T G Q`` is used;
             ``whole``, ``G``.
         bases: ``found`` in gradients, or drawn where ``range_finder`` says so, and kept; ``drawn`` from a seed and never
-            kept; ``none``.
+            kept; ``none``: then the rank is the smaller side.
         states, sums: see :class:`State` and :class:`Sum`.
         is_dense: it takes any parameter, in flat parts, and no rank.
         becomes_full: where a basis would span all columns there is none, and a step is that of the whole matrix: AdamW's,
@@ -173,6 +173,12 @@ class Rule:
 
     # -- what it reads --------------------------------------------------------------------------
 
+    @property
+    def asked_by(self) -> dict[str, object]:
+        """The fields of ``hmt.optimizer``, with their values, that ask for it: the method, unless others tell it from
+        the method's first row."""
+        return dict(self.where) or {"method": self.method}
+
     def reads_field(self, field: str) -> bool:
         """Whether a field of ``hmt.optimizer`` means something to it."""
         return self.reads is None or field in self.reads or field in _OF_EVERY_RULE
@@ -180,16 +186,19 @@ class Rule:
     @property
     def chooses_rank(self) -> bool:
         """Whether ``"rank": "auto"`` is a choice among candidates."""
-        return not self.is_dense and self.fixed_rank is None and self.auto_share is None
+        fixed = self.fixed_rank is not None or self.auto_share is not None
+        return self.bases != "none" and not fixed
 
-    def rank_at(self, rank: int | float | None, m: int, n: int) -> int:
+    def rank_at(self, rank: int | float | str | None, m: int, n: int) -> int:
         """r of an m x n matrix.
 
         Args:
-            rank: a number, a share of the smaller side, or None for "auto" of a rule that does not choose.
+            rank: a number, a share of the smaller side, "full", or None for "auto" of a rule that does not choose.
         """
         if self.fixed_rank is not None:
             return self.fixed_rank
+        if isinstance(rank, str):
+            return min(m, n)
         if rank is None:
             assert self.auto_share is not None
             return max(1, int(self.auto_share * min(m, n)))
@@ -250,7 +259,8 @@ _OF_BASES = frozenset(
         *("weight_dtype", "target_modules"),
     }
 )
-_OF_APOLLO = frozenset({"rank", "update_interval", "scale", "projected_backward", "target_modules"})
+_OF_WHOLE = frozenset({"rank", "scale", "projected_backward", "target_modules"})
+_OF_APOLLO = _OF_WHOLE | {"update_interval"}
 _EVIDENCE = (
     State("evidence", ("rank",), "fp32", in_budget=False),
     State("first_evidence", (), "fp32", in_budget=False),
@@ -373,6 +383,24 @@ for _rule in (
         becomes_full=True,
         holds_experts=True,
         reads=_OF_BASES,
+        scale=_MUONS_SCALE,
+        beside_ratio=_BESIDE,
+    ),
+    Rule(
+        name="muon, full",
+        method="muon",
+        where=(("rank", "full"),),
+        text="Muon of whole matrices, as torch.optim.Muon but with an exact polar factor",
+        carried_out_by=f"{_RULES}.full_muon:FullMuonMatrix",
+        gradient="whole",
+        bases="none",
+        states=(State("momentum", ("rows", "columns")),),
+        sums=(*_ENERGIES, Sum("gram", ("columns", "columns"), of="states")),
+        becomes_full=True,
+        holds_experts=True,
+        side="smaller",
+        note="full rank",
+        reads=_OF_WHOLE | {"weight_dtype"},
         scale=_MUONS_SCALE,
         beside_ratio=_BESIDE,
     ),

@@ -100,13 +100,17 @@ class Muon:
     def __init__(self, a: Tensor, beta2: float) -> None:
         self.m, self.v, self.beta2 = torch.zeros_like(a), torch.zeros_like(a[:, :1]), beta2
 
-    def step(self, a: Tensor) -> Tensor:
-        """O."""
+    def direction(self, a: Tensor) -> Tensor:
+        """U."""
         self.m = 0.95 * self.m + 0.05 * a
         x = 0.95 * self.m + 0.05 * a  # Nesterov's
         s = x.T @ x
         values, vectors = torch.linalg.eigh(s + 1e-5 * s.norm() * torch.eye(len(s), dtype=s.dtype))
-        u = len(a) ** 0.5 * x @ vectors @ (values**-0.5 * vectors).T  # sqrt(m) X (X^T X)^(-1/2)
+        return len(a) ** 0.5 * x @ vectors @ (values**-0.5 * vectors).T  # sqrt(m) X (X^T X)^(-1/2)
+
+    def step(self, a: Tensor) -> Tensor:
+        """O."""
+        u = self.direction(a)
         self.v = self.beta2 * self.v + (1 - self.beta2) * u.square().mean(dim=1, keepdim=True)
         o = u / self.v.sqrt()
         return o * u.norm() / o.norm()
@@ -121,7 +125,7 @@ class SimpleHMT:
 
     draw: Callable[[str, int, int, int], Tensor]
     lr: float
-    rank: int = 1
+    rank: int | str = 1
     method: str = "lowrank_adamw"
     projection: str = "right"
     residual: str = "probe"
@@ -141,9 +145,11 @@ class SimpleHMT:
 
     def step(self, w: Tensor, g: Tensor, max_norm: float = inf) -> Tensor:
         """W after a step with the gradient G, clipped to ``max_norm``."""
-        apollo = self.method.startswith("apollo")
-        transposed = self.projection == "left" or (apollo and g.shape[0] < g.shape[1])
+        apollo, full = self.method.startswith("apollo"), self.rank == "full"
+        smaller = (apollo or full) and g.shape[0] < g.shape[1]
+        transposed = self.projection == "left" or smaller
         rule = self.dense if self.method == "adamw" else self.apollo if apollo else self.low_rank
+        rule = self.whole_muon if full else rule
         d = rule(g.T if transposed else g, max_norm)
         self.t += 1
         # W <- (1 - lr wd) W - lr D (AdamW, algorithm 2)
@@ -158,6 +164,11 @@ class SimpleHMT:
 
     def dense(self, g: Tensor, max_norm: float) -> Tensor:
         return self.adam_on(clipped(g, g.norm(), max_norm))
+
+    def whole_muon(self, g: Tensor, max_norm: float) -> Tensor:
+        """D of Muon itself: no basis, no normalised rows."""
+        self.adam = self.adam or Muon(g, self.betas[1])
+        return self.scale * self.adam.direction(clipped(g, g.norm(), max_norm))
 
     def low_rank(self, g: Tensor, max_norm: float) -> Tensor:
         """D of GaLore, or of the HMT paper's core, and the residual outside it."""

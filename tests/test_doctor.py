@@ -44,6 +44,7 @@ RUNS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {  # stage, r
     "int8 weights": (2, 1, {"rank": 4, "weight_dtype": "int8"}, BF16),
     "two-sided": (0, 1, {"projection": "two_sided", "rank": 4}, BF16),
     "apollo": (2, 2, {"method": "apollo", "rank": 4}, {}),
+    "muon of whole matrices": (3, 2, {"method": "muon", "rank": "full"}, {}),
     "states on the host": (
         3,
         2,

@@ -39,6 +39,7 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "apollo_mini": 3,
     "two_sided": 2,
     "muon": 2,
+    "muon_full": 3,
     "rank_budget": 2,
     "small_states": 2,
     "activations": 2,
@@ -86,7 +87,8 @@ def trained(names: list[str], steps: int) -> dict[str, Any]:
     found = {}
     for name in names:
         config = resolve_bf16(read_json_config(FOLDER / f"{name}.json"), True)
-        if "rank" in (options := config["hmt"].get("optimizer", {})) and options["rank"] != "auto":
+        options = config["hmt"].get("optimizer", {})
+        if options.get("rank", "auto") not in ("auto", "full"):
             options["rank"] = 8  # no matrix of the tiny model has 128 columns
         config["gradient_accumulation_steps"] = 1  # what is called a step below is a micro-batch
         states = config["zero_optimization"].get("offload_optimizer", {})
@@ -162,6 +164,8 @@ def test_the_configs_of_modes_run_their_mode(alone: dict[str, Any]) -> None:
     assert alone["apollo_mini"]["rules"] == {("apollo_mini, random of rank 1", "fp32")}
     assert alone["two_sided"]["rules"] == {("lowrank_adamw two_sided", "fp32")}
     assert alone["muon"]["rules"] == {("muon right", "fp32")}
+    assert alone["muon_full"]["rules"] == {("muon, full rank", "fp32")}
+    assert alone["muon_full"]["share"] == 0.5
     assert alone["rank_budget"]["share"] <= 0.31  # of which the evidence, r numbers, is no part
     assert alone["small_states"]["rules"] == {
         ("lowrank_adamw auto, factored", "bf16"),

@@ -14,6 +14,7 @@ from hmt_deepspeed.rules import methods
 __all__ = [
     "BLOCK_NAME",
     "Auto",
+    "Full",
     "Method",
     "NonEmptyRegexList",
     "PositiveFloat",
@@ -27,6 +28,7 @@ __all__ = [
 BLOCK_NAME = "hmt"  # the key of the DeepSpeed config
 
 Auto = Literal["auto"]
+Full = Literal["full"]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 PositiveFraction = Annotated[float, Field(gt=0, lt=1)]

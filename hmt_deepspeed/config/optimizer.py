@@ -11,6 +11,7 @@ from hmt_deepspeed.config.conflicts import conflict_problems
 from hmt_deepspeed.config.fields import (
     BLOCK_NAME,
     Auto,
+    Full,
     Method,
     NonEmptyRegexList,
     PositiveFloat,
@@ -34,6 +35,9 @@ _OF_RANKS = "".join(
     f' "auto" of "{rule.method}" is {rule.fixed_rank or f"{rule.auto_share} of the smaller side"}.'
     for rule in _FIRST_ROWS
     if not rule.chooses_rank and not rule.is_dense
+)
+_OF_WHOLE_MATRICES = " and ".join(
+    f'"{rule.method}"' for rule in RULES.values() if ("rank", "full") in rule.where
 )
 _OF_SCALES = "".join(
     f' Of "{rule.method}" auto is the published {rule.scale:g}, at its published rate.'
@@ -64,7 +68,7 @@ class ModuleRule(StrictModel):
 
     method: Method | None = None
     projection: Projection | None = None
-    rank: Auto | PositiveInt | PositiveFraction | None = None
+    rank: Auto | Full | PositiveInt | PositiveFraction | None = None
     rank_candidates: RankList | Auto | None = Field(
         default=None,
         json_schema_extra={
@@ -100,11 +104,12 @@ class OptimizerConfig(StrictModel):
             "two_sided: smaller moments, 2.666."
         },
     )
-    rank: Auto | PositiveInt | PositiveFraction = Field(
+    rank: Auto | Full | PositiveInt | PositiveFraction = Field(
         default="auto",
         description="Rank of each basis: a fixed number, lowered to the smaller side of a narrower matrix, a "
         "share of that side, or "
-        f"chosen per matrix from the candidates.{_OF_RANKS}",
+        f'chosen per matrix from the candidates.{_OF_RANKS} "full" of {_OF_WHOLE_MATRICES}: whole matrices, '
+        "without bases.",
         json_schema_extra={
             "who": "Everyone, first: half the width with INT8 moments ended 2 to 11 % below AdamW, an eighth 18 "
             "% above."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, cast
 
-from hmt_deepspeed.rules import DEFAULT, RULES, Rule, methods, rule_of
+from hmt_deepspeed.rules import DEFAULT, DENSE, RULES, Rule, methods, rule_of
 
 __all__ = ["OWN_OF_METHOD", "Conflict", "Given", "conflicts_of"]
 
@@ -264,46 +264,56 @@ def _conflicts(given: Given, method: str) -> list[Conflict]:
     ]
 
 
-def _of_other_methods(method: str) -> list[tuple[str, object]]:
-    """Fields and values that name a rule of some method, but none of this one."""
-    named = [(rule.method, pair) for rule in RULES.values() for pair in rule.where]
-    own = [pair for other, pair in named if other == method]
-    return [pair for _, pair in named if pair not in own]
+def _of_other_methods(given: Given, rule: Rule) -> dict[str, str]:
+    """Fields whose values name a rule of some method, but none of this one; by them that method."""
+    own = {pair for other in RULES.values() if other.method == rule.method for pair in other.where}
+    return {
+        key: other.method
+        for other in RULES.values()
+        for key, value in other.where
+        if (key, value) not in own and given.get(key) == value
+        if rule.reads_field(key) or other.method != DEFAULT
+    }
 
 
 def _method_conflicts(given: Given, rule: Rule) -> list[Conflict]:
     """What the method does not read, and the values that its rule cannot have."""
 
-    def conflict(key: str, advice: str) -> Conflict:
-        return Conflict(key, given[key], ("method",), advice)
-
     ruled, method = bool(given.get("module_rules")), rule.method
-    nothing = f'It means nothing with "method": "{method}": remove it or set '
+    asked, value = next(iter(rule.asked_by.items()))
+
+    def conflict(key: str, advice: str) -> Conflict:
+        return Conflict(key, given[key], (asked,), advice)
+
+    of_others = _of_other_methods(given, rule)
+    nothing = f'It means nothing with "{asked}": "{value}": remove it or set '
     own = "it in the rules of another method, which do not take it over."
+    instead = f'"{DEFAULT}" there.' if asked == "method" else f'another "{asked}".'
     conflicts = [
         Conflict(
             key,
             given[key],
-            ("method", "module_rules"),
-            nothing + (own if ruled and key in OWN_OF_METHOD else f'"{DEFAULT}" there.'),
+            (asked, "module_rules"),
+            nothing + (own if ruled and key in OWN_OF_METHOD else instead),
             unread=True,
         )
         for key in given
-        if not rule.reads_field(key)
+        if not rule.reads_field(key) and key not in of_others
     ]
     if (
         rule.reads_field("projected_backward")
         and rule.gradient == "whole"
         and given.get("projected_backward") is True
     ):
-        advice = f'"{method}" takes whole gradients, which a projected backward never forms: '
+        advice = f'"{value}" takes whole gradients, which a projected backward never forms: '
         conflicts.append(conflict("projected_backward", advice + 'set "auto".'))
-    for key, value in _of_other_methods(method):
-        if rule.reads_field(key) and given.get(key) == value:
-            advice = f'"{method}" has no rule for it: remove it, or set "{DEFAULT}" there.'
-            conflicts.append(conflict(key, advice))
+    for key, other in of_others.items():
+        advice = f'"{method}" has no rule for it: remove it, or set "method": "{other}".'
+        if key == "rank" and not rule.is_dense:
+            advice += f' AdamW of whole matrices is "method": "{DENSE}".'
+        conflicts.append(Conflict(key, given[key], ("method",), advice))
     fixed = rule.fixed_rank
-    if fixed is not None and given.get("rank") not in (None, "auto", fixed):
+    if fixed is not None and given.get("rank") not in (None, "auto", "full", fixed):
         others = (rule_of(name) for name in methods())
         free = [f'"{r.method}"' for r in others if r.reads_field("rank") and not r.fixed_rank]
         advice = f'"{method}" is rank {fixed}: remove it, or set "method" to {" or ".join(free)}.'

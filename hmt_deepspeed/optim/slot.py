@@ -103,8 +103,8 @@ class Slot:
 
     @property
     def full_gradient_bytes(self) -> int:
-        """Bytes of the full gradient that a refresh needs; 0 for a rule that redraws from a seed."""
-        if self.matrix is None or self.matrix.redraws:
+        """Bytes of the full gradient that a refresh needs; 0 for a rule that finds no bases."""
+        if self.matrix is None or not self.matrix.finds_bases:
             return 0
         return self.param.numel() * self.param.element_size()
 
@@ -247,7 +247,7 @@ class Slot:
     def _of_experts(self, matrix: MatrixRule) -> str:
         """How the start table names several matrices: "experts 8 x 64 x 32, one basis of the inputs"."""
         said = "experts " + " x ".join(map(str, self.assigned.shape))
-        if isinstance(matrix, ProjectedMatrix):
+        if matrix.takes_bases and isinstance(matrix, ProjectedMatrix):
             side = "first" if matrix.transposed else "last"
             said += f", {'bases' if matrix.own_bases else 'one basis'} of the {side} dimension"
             said += " until a later gradient decides" if matrix.undecided else ""

@@ -118,9 +118,9 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--rank",
-        type=int,
+        type=_rank,
         default=128,
-        help="of low-rank methods, lowered for narrower matrices (default: %(default)s)",
+        help="of low-rank methods, lowered for narrower matrices, or full (default: %(default)s)",
     )
     add("--zero_stage", type=int, choices=(0, 1, 2, 3), help="ZeRO's stage")
     add("--offload_param", choices=("none", "cpu", "nvme"), help="where weights wait at stage 3")
@@ -136,6 +136,10 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
         help="recommend the fastest setup also where it rounds: no masters, INT8 states or weights, and INT8 "
         "activations where the HMT paper's policy has them",
     )
+
+
+def _rank(given: str) -> int | str:
+    return given if given == "full" else int(given)
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:

@@ -55,6 +55,7 @@ KEPT_BY_APOLLO = KEPT_BY_ADAMW | {
     "projected_backward",
     "target_modules",
 }
+KEPT_BY_WHOLE = KEPT_BY_APOLLO - {"update_interval"} | {"weight_dtype"}  # by "rank": "full"
 
 
 def problems_of(block: object) -> dict[str, str]:

@@ -1,7 +1,14 @@
 """Fields of hmt.optimizer that cannot be given together, or that nothing would read."""
 
 import pytest
-from blocks import DEFAULTS, KEPT_BY_ADAMW, KEPT_BY_APOLLO, problem_of_field, problems_of
+from blocks import (
+    DEFAULTS,
+    KEPT_BY_ADAMW,
+    KEPT_BY_APOLLO,
+    KEPT_BY_WHOLE,
+    problem_of_field,
+    problems_of,
+)
 from pydantic import ValidationError
 
 from hmt_deepspeed.config import HMTConfig, OptimizerConfig
@@ -78,6 +85,19 @@ CONFLICTS = [
         for key, value in LOW_RANK_ONLY.items()
         if key not in KEPT_BY_APOLLO
     ],
+    *[
+        ({"method": "muon", "rank": "full", key: value}, {key})
+        for key, value in LOW_RANK_ONLY.items()
+        if key not in KEPT_BY_WHOLE
+    ],
+    ({"method": "muon", "rank": "full", "projection": "two_sided"}, {"projection"}),
+    ({"method": "muon", "rank": "full", "projected_backward": True}, {"projected_backward"}),
+    (
+        {"method": "muon", "rank": "full", "weight_dtype": "int8", "projected_backward": False},
+        {"weight_dtype"},
+    ),
+    *[({"method": m, "rank": "full"}, {"rank"}) for m in ("apollo", "apollo_mini", "adamw")],
+    ({"rank": "full"}, {"rank"}),
     *[({"method": "adamw", key: value}, {key}) for key, value in LOW_RANK_ONLY.items()],
     *[
         ({"method": "adamw", key: value}, {key})
@@ -123,6 +143,8 @@ def test_conflict_is_refused_by_the_model_itself(fields, blamed):
         {"residual": "full", "projected_backward": "auto"},
         {"share_basis": True, "projection": "right", "projected_backward": True},
         {"method": "apollo", "rank": 8, "projected_backward": "auto"},
+        {"method": "muon", "rank": "full", "projected_backward": "auto"},
+        {"method": "muon", "rank": "full", "scale": 0.2, "weight_dtype": "int8"},
         {"second_moment": "factored", "projection": "auto", "state_dtype": "int8"},
         {"second_moment": "full", "projection": "two_sided"},
         {"probes": 0, "residual": "none", "energy_estimate": "in_sample"},

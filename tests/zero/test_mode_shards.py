@@ -25,12 +25,14 @@ SHARDED = {
     "apollo_mini": {"method": "apollo_mini", "update_interval": 1000},
     "bf16 states": {**FIXED, "projection": "auto", "state_dtype": "bf16"},
     "factored": {**FIXED, "projection": "auto", "second_moment": "factored"},
+    "muon, full": {"method": "muon", "rank": "full"},
 }
 WHOLE_GRADIENT = [
     "full residual",
     "left, full residual",
     "apollo",
     "apollo_mini",
+    "muon, full",
 ]
 
 
@@ -126,6 +128,8 @@ def test_a_rank_holds_the_states_of_its_rows(shards: Any, name: str) -> None:
                     assert matrix["moments"] == numbers * 4 + (r + 1) * 4
                 elif name == "muon":  # a momentum, and a number a row
                     assert matrix["moments"] == (end - begin) * (r + 1) * 4
+                elif name == "muon, full":
+                    assert matrix["moments"] == (end - begin) * entry["width"] * 4
                 else:
                     assert matrix["moments"] == 2 * (end - begin) * r * size + (r + 1) * 4
                     assert matrix["left_basis"] is None

@@ -76,6 +76,7 @@ def test_ranks_are_the_bare_optimizer(
 
 
 DRAWN = {"max_full_gradient_bytes": None}  # no gradient makes the basis
+WHOLE = {**DRAWN, "update_interval": None, "expert_basis": None}  # nothing has a basis
 WAYS: dict[str, dict[str, Any]] = {
     "whole gradients": {"projected_backward": False},
     "apollo": {"method": "apollo", **DRAWN, "expert_basis": None},
@@ -83,6 +84,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "factored": {"second_moment": "factored"},
     "muon": {"method": "muon"},
     "muon, own bases": {"method": "muon", "expert_basis": "own", "residual": "full"},
+    "muon, full rank": {"method": "muon", "rank": "full", **WHOLE},
     "full residual": {"residual": "full", "expert_basis": "own"},
     "random bases": {"range_finder": "random", "expert_basis": "own", **DRAWN},
     "full rank": {"rank": 20, "expert_basis": "own"},
@@ -99,6 +101,8 @@ WAYS_AT = [
     ("muon", 2, 3, 2),
     ("muon", 3, 2, 5),
     ("muon, own bases", 2, 2, 5),
+    ("muon, full rank", 2, 3, 2),
+    ("muon, full rank", 3, 2, 5),
     ("full residual", 2, 2, 5),
     ("full residual", 3, 2, 6),
     ("random bases", 2, 2, 5),

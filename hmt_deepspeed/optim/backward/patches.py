@@ -60,7 +60,8 @@ class Patches:
         """
         patched, grouped = [], []
         for weight, matrix in matrices:
-            module, able = linears.get(matrix.name), matrix.settings.takes_projection
+            module = linears.get(matrix.name)
+            able = matrix.settings.is_linked(encode and not required)
             site = experts.get(matrix.name)
             link = ProjectedLinear(matrix.name, matrix.transposed)
             if module is not None and able and can_project(module):

@@ -92,7 +92,8 @@ class BasisRefreshes:
             if shared.observed:
                 self.form_groups(shared)
         if not self.options["share_basis"] or shared.observed:
-            due.update(self.schedule.due(step))
+            changing = self.schedule.due(step)
+            due.update(i for i in changing if cast(MatrixRule, self.slots[i].matrix).takes_bases)
         for index, slot in enumerate(self.slots):
             matrix = slot.matrix
             if index in due and matrix is not None and matrix.redraws:

@@ -128,9 +128,19 @@ class MatrixRule(ABC):
         """Whether the rule takes whole gradient rows, and gives a whole update."""
 
     @property
+    def takes_bases(self) -> bool:
+        """Whether it has a basis, and takes another one from time to time."""
+        return self.settings.rule.bases != "none"
+
+    @property
     def redraws(self) -> bool:
         """Whether a new basis is drawn from its seed, without a gradient."""
         return False
+
+    @property
+    def finds_bases(self) -> bool:
+        """Whether a new basis is found in a whole gradient."""
+        return self.takes_bases and not self.redraws
 
     def is_full_at(self, rank: int) -> bool:
         """Whether a basis of that rank would span everything, so that there is none."""

@@ -34,15 +34,15 @@ from hmt_deepspeed.optim.rules.side_by_side import joined
 from hmt_deepspeed.optim.rules.stack import Gradients, Stack
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
 
-__all__ = ["MOMENTUM", "MuonMatrix", "MuonStack", "RowMomentum"]
+__all__ = ["MOMENTUM", "Momentum", "MuonMatrix", "MuonStack", "RowMomentum"]
 
 MOMENTUM = 0.95  # mu, as published, whatever Adam's beta_1 of the parameters beside
 ROW_SQUARES = "row_mean_square"
 _ROOTS = 4  # tensors like a Gram matrix that are alive while its root is found
 
 
-class RowMomentum(KeptStates):
-    """A momentum and the mean square of each row of the directions that it gave.
+class Momentum(KeptStates):
+    """A momentum.
 
     Args:
         shape: rows x r, of the rows held here. dtype: of the momentum, see :class:`StateTensor`.
@@ -50,10 +50,10 @@ class RowMomentum(KeptStates):
         several: (E,) of several matrices, which all tensors have as leading dimension; () of one.
 
     Attributes:
-        momentum: rows x r. row_squares: rows x 1, fp32, a running mean from 0.
+        momentum: rows x r.
     """
 
-    STATES: ClassVar[Mapping[str, str]] = {"momentum": "momentum", ROW_SQUARES: "row_squares"}
+    STATES: ClassVar[Mapping[str, str]] = {"momentum": "momentum"}
 
     def __init__(
         self,
@@ -66,11 +66,10 @@ class RowMomentum(KeptStates):
     ) -> None:
         super().__init__(device, names, seed, several)
         self.momentum = StateTensor(shape, dtype, True, device, several)
-        self.row_squares = StateTensor((shape[0], 1), "fp32", False, device, several)
 
     @property
     def nbytes(self) -> int:
-        return self.momentum.nbytes + self.row_squares.nbytes
+        return sum(state.nbytes for state in self.states().values())
 
     def rotate(self, overlap: Tensor) -> None:
         old, key = self.momentum, self.rounding_key(0)
@@ -89,6 +88,20 @@ class RowMomentum(KeptStates):
             how = old.dtype, old.signed, self.device, self.several
             setattr(self, attribute, restored_state(state[name], *how))
         self.steps = int(state["steps"])
+
+
+class RowMomentum(Momentum):
+    """A momentum and the mean square of each row of the directions that it gave.
+
+    Attributes:
+        row_squares: rows x 1, fp32, a running mean from 0.
+    """
+
+    STATES: ClassVar[Mapping[str, str]] = {**Momentum.STATES, ROW_SQUARES: "row_squares"}
+
+    def __init__(self, shape: tuple[int, int], dtype: str, *how: Any) -> None:
+        super().__init__(shape, dtype, *how)
+        self.row_squares = StateTensor((shape[0], 1), "fp32", False, self.device, self.several)
 
 
 class MuonStack(ResidualStack):
@@ -123,9 +136,10 @@ class MuonStack(ResidualStack):
             update = self._take_whole(gradient)
         else:
             update, each = gradient.float(), self.factor.view(-1, 1, 1)
-            update = torch.where(each != 0, update.mul_(each), 0.0)
+            update.mul_(each).masked_fill_(each == 0, 0.0)
             inside, outside = update[..., : self.rank], update[..., self.rank :]
-            self._norms = _row_norms(inside), _row_norms(outside)
+            if outside.shape[2]:
+                self._norms = _row_norms(inside), _row_norms(outside)
         direction = update[..., : self.rank]
         torch.lerp(direction, self._momentum(direction), MOMENTUM, out=direction)
         held = direction[:, counted]
@@ -151,16 +165,20 @@ class MuonStack(ResidualStack):
         self, parts: Sequence[Stack], updates: Sequence[Tensor], sums: Tensor, counted: slice
     ) -> Tensor:
         """``[O | R]`` but for the norm of ``O``; squared norms of ``U``, of ``U / sqrt(v)`` and of the residual."""
-        roots = inverse_root(sums.unflatten(1, (self.rank, self.rank)))
-        roots *= self.shape[0] ** 0.5
-        own = roots.split([part.size for part in parts])
+        own = zip(parts, updates, self.roots(parts, sums), strict=True)
         return joined(
             [
                 part.complete_part(update, root, counted)
-                for part, update, root in zip(parts, updates, own, strict=True)
+                for part, update, root in own
                 if isinstance(part, MuonStack)
             ]
         )
+
+    def roots(self, parts: Sequence[Stack], sums: Tensor) -> Sequence[Tensor]:
+        """``sqrt(m) (N^T N)^(-1/2)`` of each part, B x r x r, given ``N^T N`` over all rows."""
+        roots = inverse_root(sums.unflatten(1, (self.rank, self.rank)))
+        roots *= self.shape[0] ** 0.5
+        return roots.split([part.size for part in parts])
 
     def complete_part(self, update: Tensor, root: Tensor, counted: slice) -> Tensor:
         """:meth:`complete` of a part, B x 3.
@@ -189,10 +207,10 @@ class MuonStack(ResidualStack):
             images *= (ratio * known).unsqueeze(2)
             self._kept = ScaledRows(gradient, ratio * known).times(self.factor), images
             return missed * known.square()
-        seen, probed = self._norms
-        del self._norms
         if not residual.shape[2]:
             return torch.zeros_like(moved)
+        seen, probed = self._norms
+        del self._norms
         ratio = moved.sqrt() / torch.maximum(seen, probed).clamp_min_(TINY) * known
         residual *= ratio.unsqueeze(2)
         return (ratio * probed).square_()
@@ -212,12 +230,13 @@ class MuonMatrix(ResidualMatrix):
     """States of one matrix under Muon."""
 
     STACK = MuonStack
-    moments: RowMomentum
+    KEPT: ClassVar[type[Momentum]] = RowMomentum
+    moments: Momentum
 
-    def _new_states(self) -> RowMomentum:
+    def _new_states(self) -> Momentum:
         shape, names = (self.num_rows, self.rank), self.held_names
         how = self.state_dtype, self.device, names, self.settings.seed, self.several
-        return RowMomentum(shape, *how)
+        return self.KEPT(shape, *how)
 
     def _transfer_moments(
         self, basis: Tensor | None, overlap_sum: Tensor | None, recalled: Sequence[Recalled]

@@ -59,14 +59,15 @@ class ProjectedMatrix(MatrixRule):
     def _start(self) -> None:
         self.candidates = self.settings.ranks(*self.shape)
         self.columns = Columns(self.name)
-        self.measured = False
+        self.measured = not self.takes_bases
         self.full_rank = False
         self.draw = 0
         self.window = 0
-        self.undecided = self.settings.expert_basis is None and self.count > 1 and not self.redraws
+        decides = self.settings.expert_basis is None and self.count > 1
+        self.undecided = decides and self.finds_bases
         self.proposed: Tensor | None = None
         self._base_keys: dict[tuple[str, ...], Tensor] = {}
-        self._install(self.seeded_basis(self.candidates[0], 0))
+        self._install(self.seeded_basis(self.candidates[0], 0) if self.takes_bases else None)
         self.moments = self._new_states()
 
     @abstractmethod
@@ -206,7 +207,7 @@ class ProjectedMatrix(MatrixRule):
 
     @property
     def redraws(self) -> bool:
-        return self.settings.range_finder == "random"
+        return self.takes_bases and self.settings.range_finder == "random"
 
     def seeded_basis(self, rank: int, number: int) -> Tensor:
         """Random orthonormal basis ``number`` of this matrix, fp32, as :meth:`adopt` takes it: before the first

@@ -18,7 +18,7 @@ class MatrixSettings:
 
     method, projection, second_moment: name the :attr:`rule`, with the side that is projected where it is chosen:
     ``right``, ``left`` or ``auto``.
-    rank: fixed rank, a share of the smaller side, or None: what the rule has by itself, or a choice among
+    rank: fixed rank, a share of the smaller side, "full", or None: what the rule has by itself, or a choice among
     ``rank_candidates`` (None: shares of the smaller side) by ``energy_threshold``. A matrix has it as far as
     :meth:`ranks` says.
     scale: factor on the update; None is the rule's.
@@ -30,7 +30,7 @@ class MatrixSettings:
 
     method: str
     projection: str
-    rank: int | float | None
+    rank: int | float | str | None
     rank_candidates: tuple[int, ...] | None
     energy_threshold: float
     update_interval: int
@@ -57,7 +57,8 @@ class MatrixSettings:
     def wants_whole(self) -> str:
         """The setting that needs whole gradients, which no projected backward forms: ``key is 'value'``, or empty."""
         if self.rule.gradient == "whole":
-            return f"{self.key('method')} is {self.method!r}"
+            field, value = next(iter(self.rule.asked_by.items()))
+            return f"{self.key(field)} is {value!r}"
         return f"{self.key('residual')} is 'full'" if self.residual == "full" else ""
 
     @property
@@ -68,12 +69,20 @@ class MatrixSettings:
     @property
     def own_bases(self) -> bool:
         """Whether each of several experts has a basis of its own from the start."""
-        return self.expert_basis == "own"
+        return self.expert_basis == "own" and self.rule.bases != "none"
 
     @property
     def takes_projection(self) -> bool:
         """Whether the rule can be given projected gradients; the others need whole gradient rows."""
         return not self.wants_whole
+
+    def is_linked(self, encodes: bool) -> bool:
+        """Whether the modules of such matrices are patched: for projected gradients or, without bases, to decode weights.
+
+        Args:
+            encodes: ``hmt.optimizer.weight_dtype`` is "int8".
+        """
+        return self.takes_projection or (encodes and self.rule.bases == "none")
 
     def ranks(self, m: int, n: int) -> tuple[int, ...]:
         """Ranks that an m x n matrix may have, rising; those above its smaller side are lowered to it.
@@ -90,7 +99,9 @@ class MatrixSettings:
 
     def lowered_from(self, m: int, n: int) -> int | None:
         """The rank, or the largest candidate, that an m x n matrix is too narrow for; None where it is not."""
-        if self.rule.fixed_rank or not (self.rule.chooses_rank or self.rank):
+        if self.rule.fixed_rank or not (
+            self.rule.chooses_rank or isinstance(self.rank, int | float)
+        ):
             return None
         largest = None if self.rank_candidates is None else self.rank_candidates[-1]
         wanted = self.rank if isinstance(self.rank, int) else largest
@@ -108,7 +119,8 @@ class MatrixSettings:
 
     def drawn_rank(self, m: int, n: int) -> int | None:
         """Rank of bases that are drawn from a seed, which never changes in a run; None of other bases."""
-        drawn = self.rule.bases == "drawn" or self.range_finder == "random"
+        found = self.rule.bases == "found" and self.range_finder != "random"
+        drawn = not found and self.rule.bases != "none"
         return self.ranks(m, n)[0] if drawn else None
 
     def transposes(self, m: int, n: int) -> bool:

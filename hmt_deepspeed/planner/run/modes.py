@@ -68,7 +68,7 @@ class OptimizerMode:
     Attributes:
         method, projection, second_moment: name the :attr:`rule`.
         rank: r of every matrix, or the one assumed for ``"auto"``; a float is a share of the smaller side,
-            in multiples of 8; None: "auto" of a rule that does not choose.
+            in multiples of 8; "full"; None: "auto" of a rule that does not choose.
         probes: k, None for "auto".
         ranks: (name, r) of the matrices that have another; ``*`` for a layer's number, or the number of one
             whose matrix has its own.
@@ -86,7 +86,7 @@ class OptimizerMode:
 
     method: str = DEFAULT
     projection: Projection = "right"
-    rank: int | float | None = 128
+    rank: int | float | str | None = 128
     probes: int | None = None
     residual: Residual = "probe"
     state_dtype: StateDtype = "fp32"
@@ -112,7 +112,7 @@ class OptimizerMode:
                 raise ValueError(
                     f"hmt.optimizer.{field} is {getattr(self, field)!r}; legal: {legal}. Choose one of them."
                 )
-        if self.rank is not None or self.rule.chooses_rank:
+        if self.rule.bases != "none" and (self.rank is not None or self.rule.chooses_rank):
             check_rank("hmt.optimizer.", self.rank)
         check_probes("hmt.optimizer.", self.probes)
 
@@ -137,12 +137,16 @@ class OptimizerMode:
 
     def is_projected(self, parameter: Parameter) -> bool:
         """Whether its backward forms the projected gradient only."""
-        patched = parameter.kind not in ("formed", "embedding") and self.projected_backward
-        return self._takes_projection and patched and self.is_low_rank(parameter)
+        return self._takes_projection and self._is_patched(parameter)
 
     def is_encoded(self, parameter: Parameter) -> bool:
         """Whether its weights are held in INT8."""
-        return self.weight_dtype == "int8" and self.is_projected(parameter)
+        able = self._takes_projection or self.rule.bases == "none"
+        return self.weight_dtype == "int8" and able and self._is_patched(parameter)
+
+    def _is_patched(self, parameter: Parameter) -> bool:
+        patched = parameter.kind not in ("formed", "embedding") and self.projected_backward
+        return patched and self.is_low_rank(parameter)
 
     @property
     def _takes_projection(self) -> bool:
@@ -214,7 +218,9 @@ class OptimizerMode:
 
     def backward(self) -> Projected | None:
         """Projected backward of the layers' linears, None without it."""
-        if not self._takes_projection or not self.projected_backward or self.rank is None:
+        if not self._takes_projection or not self.projected_backward:
+            return None
+        if self.rank is None or isinstance(self.rank, str):
             return None
         return Projected(
             self.rank,

@@ -132,7 +132,7 @@ class BasisGroups:
             groups = self._collectives.broadcast_object(self.shared.groups())
             self.shared.restore(groups, observed=True)
             self.form()
-        return set(self.schedule.due(step))
+        return {i for i in self.schedule.due(step) if self._matrices[i].takes_bases}
 
     def _redraw(self, index: int, step: int) -> None:
         """The next basis of a rule that draws it from a seed: no gradient is needed."""

@@ -168,18 +168,16 @@ def _rule(param_state: ParamState) -> list[str]:
         return told
     if settings.rule.gradient == "core":
         told.append("projection two-sided")
-    else:
+    elif matrix.takes_bases:
         told.append(f"projection {'left' if matrix.transposed else 'right'}")
     told += ["random basis"] * matrix.redraws
-    if matrix.count > 1 and isinstance(matrix, ProjectedMatrix):
+    if matrix.count > 1 and matrix.takes_bases and isinstance(matrix, ProjectedMatrix):
         kind = "a basis of each expert" if matrix.own_bases else "one basis of all experts"
         told.append(kind + " until a gradient decides" * matrix.undecided)
     wanted = settings.lowered_from(*matrix.shape)
     told += [] if wanted is None else [f"rank lowered from {wanted}"]
-    return [
-        *told,
-        "projected backward" if param_state.gradient.linear is not None else "full gradient",
-    ]
+    projected = settings.takes_projection and param_state.gradient.linear is not None
+    return [*told, "projected backward" if projected else "full gradient"]
 
 
 def _shape(param_state: ParamState) -> str:

@@ -63,7 +63,7 @@ def weights_to_encode(
     names = []
     for assignment in _assignments(trained, options, model, ParallelExperts()):
         # tied ones are refused below
-        if _linear(assignment, modules, sites, {}, options["projected_backward"]) is not None:
+        if _linear(assignment, modules, sites, {}, options) is not None:
             names.append(assignment.name)
     check_encodable(model, {name: model.get_parameter(name) for name in names}, dtype)
     places = (name.rpartition(".") for name in names)
@@ -113,7 +113,7 @@ def build_param_states(
                 rows, held = shards.rows(rank), (0, 1)
             how, on = assignment.settings, (settings.model_dtype, param.device)
             matrix = build_matrix(name, (m, n), rows, how, *on, count, how.own_bases, held)
-        linear = _linear(assignment, modules, sites, tied, options["projected_backward"])
+        linear = _linear(assignment, modules, sites, tied, options)
         holder = modules.get(name) or (sites[name].module if name in sites else None)
         encoded = None
         if linear is not None and holder is not None:
@@ -201,22 +201,22 @@ def _linear(
     modules: Mapping[str, nn.Module],
     sites: Mapping[str, ExpertSite],
     tied: Mapping[str, str],
-    wanted: bool | str,
+    options: Mapping[str, Any],
 ) -> ProjectedLinear | None:
-    """The link of a linear, or of experts, where the projected backward applies, else None.
+    """The link of a linear, or of experts, where the projected backward applies or INT8 weights are decoded, else None.
 
     Raises:
         ValueError: it is insisted on and does not apply.
     """
-    settings = assignment.settings
+    settings, wanted = assignment.settings, options["projected_backward"]
     if settings is None or wanted is False:
         return None
-    if not settings.takes_projection:
-        if wanted is True:
-            raise ValueError(
-                f"hmt.optimizer.projected_backward is true, but {settings.wants_whole}, which needs the whole "
-                f'gradient of {assignment.name}. Use "auto", or give it another rule.'
-            )
+    if wanted is True and not settings.takes_projection:
+        raise ValueError(
+            f"hmt.optimizer.projected_backward is true, but {settings.wants_whole}, which needs the whole "
+            f'gradient of {assignment.name}. Use "auto", or give it another rule.'
+        )
+    if not settings.is_linked(options["weight_dtype"] == "int8"):
         return None
     module, site = modules.get(assignment.name), sites.get(assignment.name)
     other = tied.get(assignment.name)
@@ -249,7 +249,7 @@ def build_schedule(
     size = torch.empty(0, dtype=dtype).element_size()
     nbytes = [
         0
-        if p.matrix is None or p.matrix.redraws
+        if p.matrix is None or not p.matrix.finds_bases
         else size * p.gradient.shards.m * p.gradient.shards.n
         for p in low_rank
     ]

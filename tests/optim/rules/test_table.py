@@ -24,7 +24,7 @@ def built(name: str, **fields: Any) -> MatrixRule:
     """The rows :data:`ROWS` of a matrix under a row of the table."""
     rule = RULES[name]
     rank = {} if rule.fixed_rank else {"rank": RANK}
-    options = complete_options({"method": rule.method, **dict(rule.where), **rank, **fields})
+    options = complete_options({"method": rule.method, **rank, **dict(rule.where), **fields})
     settings = matrix_settings(options)
     assert settings is not None
     assert settings.rule is rule

@@ -37,6 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
     "factored": {"second_moment": "factored"},
     "two-sided": {"projection": "two_sided"},
     "apollo": {"method": "apollo"},
+    "muon, whole": {"method": "muon", "rank": "full"},
     "full residual": {"residual": "full"},
     "no masters": {"master_weights": "none"},
     "random": {"range_finder": "random"},

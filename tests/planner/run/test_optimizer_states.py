@@ -66,6 +66,8 @@ MODES = {
     "apollo int8": {"method": "apollo", "rank": 16, "state_dtype": "int8"},
     "apollo mini": {"method": "apollo_mini"},
     "no masters": {"rank": 16, "master_weights": "none"},
+    "muon": {"method": "muon", "rank": 16},
+    "muon, whole": {"method": "muon", "rank": "full", "state_dtype": "int8"},
 }
 
 
@@ -150,7 +152,9 @@ def test_int8_weights_are_those_that_the_optimizer_holds():
 
 
 @pytest.mark.parametrize("world", [2, 3, 7])
-@pytest.mark.parametrize("mode", ["right", "left", "two-sided", "apollo", "int8 states"])
+@pytest.mark.parametrize(
+    "mode", ["right", "left", "two-sided", "apollo", "int8 states", "muon, whole"]
+)
 def test_sharded_moments_are_those_of_the_rows_that_a_rank_touches(mode, world):
     """The rank that holds most, with sizes that the world size does not divide."""
     network = fresh("llama", torch.bfloat16)
@@ -278,6 +282,20 @@ def test_updates_are_sent_in_the_dtype_of_their_product():
         product = low_rank_product(torch.ones(4, 2), torch.ones(3, 2, dtype=dtype))
         states = offloaded_states(shape, mode, update_itemsize=update_itemsize)
         assert states.whole("low_rank").sent == elements * product.element_size()
+
+
+def test_muon_of_whole_matrices_has_their_gradients_and_an_ordinary_backward():
+    shape, mode = shape_of_config(config("llama")), OptimizerMode(method="muon", rank="full")
+    held, adamw = model_states(shape, mode), model_states(shape, ADAMW)
+    assert held.gradients == adamw.gradients
+    assert adamw.moments - held.moments == 4 * sum(m * n for m, n in linear_shapes(shape))
+    assert held.bases == held.probes == 0
+    assert mode.backward() is None
+    encoded = replace(mode, weight_dtype="int8")
+    optimizer = HMT(fresh("llama", torch.bfloat16), method="muon", rank="full", weight_dtype="int8")
+    reported = sum(row.state_bytes for row in optimizer.describe())
+    assert model_states(shape, encoded).optimizer == reported
+    assert model_states(shape, encoded).weights < held.weights
 
 
 def test_gradients_of_low_rank_matrices_are_projected():

@@ -22,6 +22,7 @@ MODES: dict[str, tuple[dict[str, Any], int, int]] = {
     "left": ({**FIXED, "projection": "left"}, 1, 2),
     "two-sided": ({**FIXED, "projection": "two_sided"}, 3, 1),
     "apollo": ({"method": "apollo", "rank": 8}, 2, 1),
+    "muon of whole matrices": ({"method": "muon", "rank": "full"}, 2, 2),
     "full residual": ({**FIXED, "residual": "full"}, 2, 1),
     # k_proj and v_proj have 20 rows, so only the others are full
     "full rank": ({**FIXED, "rank": HIDDEN, "target_modules": ["q_proj", "up_proj"]}, 2, 1),

@@ -163,7 +163,8 @@ def every_answer() -> list[tuple[str, Request, Answer]]:
         if answer.is_lossy and answer.problem.setup.offload_optimizer != "none"
     ]
     less = OptimizerMode(rank=8, master_weights="none", state_dtype="bf16")
-    for mode in (less, replace(less, weight_dtype="int8"), OptimizerMode(method="apollo", rank=8)):
+    others = OptimizerMode(method="apollo", rank=8), OptimizerMode(method="muon", rank="full")
+    for mode in (less, replace(less, weight_dtype="int8"), *others):
         advice = answers(shape, modes=(mode,), cpu_adam=False, zero_stage=2)
         found.append((advice.best.name, advice.request, advice.best))
     return found

@@ -28,11 +28,13 @@ STEPS = 6
 EARLY = 3
 INT8 = {**LOW_RANK, "weight_dtype": "int8"}
 FULL_RANK = {"full_rank_budget": 1.0, "energy_threshold": 1.0}
+WHOLE_MUON = {"method": "muon", "rank": "full", "scale": 0.3, "weight_dtype": "int8"}
 BF16 = {"bf16": {"enabled": True}}
 
 
 def config_of(stage: int, **changes: Any) -> dict[str, Any]:
-    options = {**INT8, **changes.pop("options", {})}
+    options = changes.pop("options", {})
+    options = options if options.get("rank") == "full" else {**INT8, **options}
     return ds_config(stage, options, **changes)
 
 
@@ -208,6 +210,7 @@ def runs(ranks: Ranks) -> Any:
         "muon": {"method": "muon", "scale": 0.3},
         "share_basis": {"share_basis": True},
         "full": FULL_RANK,
+        "muon of whole matrices": WHOLE_MUON,
     }
 
     @cache
@@ -219,6 +222,7 @@ def runs(ranks: Ranks) -> Any:
 
 LAYOUTS = [(stage, world, "right") for stage, world in [(0, 1), (1, 2), (2, 2)]]
 LAYOUTS += [(0, 2, "auto"), (1, 2, "share_basis"), (2, 2, "two_sided"), (1, 2, "muon")]
+LAYOUTS += [(2, 2, "muon of whole matrices")]
 
 
 @pytest.mark.parametrize(("stage", "world", "kind"), LAYOUTS)
@@ -229,7 +233,7 @@ def test_every_layout_gives_the_same_run(runs: Any, stage: int, world: int, kind
     28,080 in one run), so codes are compared after three steps and losses after six. Another seed of
     the rounding would change every other code."""
     one, other = runs(2, 1, kind)[0], runs(stage, world, kind)[0]
-    assert one["refreshed"]
+    assert one["refreshed"] == (kind != "muon of whole matrices")
     assert one["losses"][-1] < one["losses"][0]
     assert one["losses"] == pytest.approx(other["losses"], rel=1e-4)
     flips = total = 0
@@ -239,7 +243,8 @@ def test_every_layout_gives_the_same_run(runs: Any, stage: int, world: int, kind
             total += value.numel()
         else:
             torch.testing.assert_close(value, other["early codes"][key], rtol=1e-2, atol=0)
-    assert flips < 1e-3 * total
+    # what is orthogonalised has small directions up to three hundred times as large
+    assert flips < (1e-2 if kind == "muon of whole matrices" else 1e-3) * total
 
 
 REPLICAS = [(0, "right"), (1, "left"), (1, "full"), (2, "right")]
