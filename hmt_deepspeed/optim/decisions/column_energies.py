@@ -1,8 +1,8 @@
-"""Reads the energies of past gradients along the directions of a basis from Adam's second moments.
+"""Reads the energies of past gradients along the directions of a basis from the states of its matrices.
 
-A mini-batch's gradient has noise of its own; second moments have averaged ``(G q_j)^2`` along every direction q_j
-of a basis, over many batches. By them a rank is chosen for what it will hold
-(:mod:`hmt_deepspeed.optim.decisions.later_energy`). Nothing is stored for it.
+A mini-batch's gradient has noise of its own; Adam's second moments have averaged ``(G q_j)^2`` along every direction q_j
+of a basis, over many batches, and Muon's momentum ``G q_j``. By them a rank is chosen for what it will hold
+(:mod:`hmt_deepspeed.optim.decisions.later_energy`), which takes their shares alone. Nothing is stored for it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["column_energies"]
 
 
 def column_energies(members: Sequence[ProjectedMatrix], counted: Sequence[slice]) -> Tensor | None:
-    """Second moments along each direction of a basis, over the matrices that share it: (r,) fp32.
+    """Energies along each direction of a basis, over the matrices that share it: (r,) fp32.
 
     Of the rows held here: the whole is the sum over all holders. None before the first basis from a gradient and
-    its first Adam step, at full rank, and of a rule without second moments.
+    its first step, at full rank, and of a rule whose states do not tell.
 
     Args:
         members: of one basis, the first leads. counted: of each, its rows that no other holder counts.

@@ -3,7 +3,7 @@
 A gradient of few tokens has low-rank noise of its own, and its basis captures that too: bases that capture 95 % of
 the gradient that made them capture 52 to 65 % of later ones, for the queries and keys of a 3M-parameter Llama
 at an eighth of its hidden size. A refresh window, the steps from one basis to the next, shows the energy of later
-gradients: probe columns give the total, Adam's second moments give the part along each direction. The first
+gradients: probe columns give the total, Adam's second moments, or Muon's momentum, give the part along each direction. The first
 directions are the basis of a smaller rank, so their parts are known too. Beyond the rank in force the missed
 energy is assumed to fall exponentially, as it does within the bases of that Llama.
 

@@ -78,6 +78,10 @@ class Momentum(KeptStates):
         self.momentum = StateTensor(shape, old.dtype, True, self.device, self.several)
         self.momentum.write(moved, key)
 
+    def column_energies(self, counted: slice) -> Tensor:
+        """Squared norm of each column over the ``counted`` rows of those held, of all matrices: (r,) fp32."""
+        return self.momentum.read()[..., counted, :].square().flatten(0, -2).sum(0)
+
     def state_dict(self) -> dict[str, Any]:
         read = {name: state.read() for name, state in self.states().items()}
         return {**read, "steps": self.steps}
@@ -243,6 +247,9 @@ class MuonMatrix(ResidualMatrix):
     ) -> None:
         assert not recalled
         self.moments.rotate(self._overlap(basis))
+
+    def column_energies(self, counted: slice) -> Tensor:
+        return self.moments.column_energies(counted)
 
     @property
     def scale(self) -> float:

@@ -1,4 +1,4 @@
-"""Energies along the directions of a basis that second moments hold."""
+"""Energies along the directions of a basis that second moments, or a momentum, hold."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def stepped(rows=(0, SHAPE[0]), name="a", seed=0, **settings):
         whole = gradient @ matrix.projection
         alone = Alone(matrix, betas=(0.9, 0.9), eps=1e-8)
         alone.observe(alone.measure(whole))
-        alone.finish(*alone.advance(whole[rows[0] : rows[1]]))
+        alone.advance(whole[rows[0] : rows[1]])
     return matrix, found
 
 
@@ -46,17 +46,27 @@ def test_second_moments_say_what_each_direction_has_held(kind):
     torch.testing.assert_close(sums, mean_squares(matrix, gradients))
 
 
-@pytest.mark.parametrize("kind", ["full", "factored"])
+def test_a_momentum_says_what_each_direction_has_held_all_the_time():
+    matrix, gradients = stepped(method="muon")
+    momentum = sum(0.05 * 0.95 ** (3 - t) * g @ matrix.basis for t, g in enumerate(gradients))
+    sums = column_energies([matrix], [slice(None)])
+    torch.testing.assert_close(sums, momentum.square().sum(0))
+
+
+KINDS = [{}, {"second_moment": "factored"}, {"method": "muon"}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_shards_add_up(kind):
     half = SHAPE[0] // 2
     shards = [
-        stepped(rows, second_moment=kind)[0] for rows in ((0, half), (half - 2, SHAPE[0]))
+        stepped(rows, **kind)[0] for rows in ((0, half), (half - 2, SHAPE[0]))
     ]  # two rows are held twice and counted once
     parts = [
         column_energies([matrix], [rows])
         for matrix, rows in zip(shards, (slice(None), slice(2, None)), strict=True)
     ]
-    whole = column_energies([stepped(second_moment=kind)[0]], [slice(None)])
+    whole = column_energies([stepped(**kind)[0]], [slice(None)])
     torch.testing.assert_close(sum(parts), whole)
 
 

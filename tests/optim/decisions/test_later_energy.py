@@ -168,9 +168,10 @@ def held(matrix, source, rank):
 # -- in a run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["lowrank_adamw", "muon"])
 @pytest.mark.parametrize("projection", ["right", "left"])
 @pytest.mark.parametrize("finder", ["randomized", "svd"])
-def test_a_basis_of_noise_does_not_pass_for_one_that_captures(projection, finder):
+def test_a_basis_of_noise_does_not_pass_for_one_that_captures(projection, finder, method):
     """Of its own gradient rank 4 holds more than half, most of it noise; of the next ones it holds less than a fifth
     and rank 8 less than two fifths."""
     ranks, shares = {}, {}
@@ -179,6 +180,7 @@ def test_a_basis_of_noise_does_not_pass_for_one_that_captures(projection, finder
         sources = [Turned(s) for s in sources] if projection == "left" else sources
         weights, optimizer = construct(
             sources,
+            method=method,
             projection=projection,
             range_finder=finder,
             energy_threshold=0.5,
@@ -267,6 +269,7 @@ def test_members_that_share_a_basis_count_by_their_energy():
         {"second_moment": "factored"},
         {"residual": "full"},
         {"projection": "two_sided"},
+        {"method": "muon"},
     ],
     ids=str,
 )
@@ -292,8 +295,10 @@ def test_a_window_shows_what_bases_of_smaller_ranks_hold(options):
     seen = [r.later for r in policy_like(optimizer).histories["param_0"].records[1:] if r.later]
     assert len(seen) == 3
     for found, true in zip(seen, truth[1:], strict=True):
-        # of a core only that of its columns is known; the rest is the smoothing of eight gradients at the end
-        assert found == pytest.approx(true, abs=0.1 if "two_sided" in str(options) else 0.04)
+        # of a core only that of its columns is known; the rest is the smoothing of eight gradients at the end, and of some
+        # thirty in a momentum, where what they have in common by chance counts
+        within = 0.1 if "two_sided" in options.values() else 0.06 if "method" in options else 0.04
+        assert found == pytest.approx(true, abs=within)
     assert all(a < b for a, b in pairwise(truth[-1]))
 
 
