@@ -22,7 +22,7 @@ from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.memory.transfer import Arrival
 from hmt_deepspeed.optim.rules.apply import apply_whole_
 from hmt_deepspeed.zero.offload.states import MASTER, ChunkStates, HostStates, RamStates
-from hmt_deepspeed.zero.offload.worker import HostWorker, chunks
+from hmt_deepspeed.zero.offload.worker import NUM_MADE, HostWorker, chunks
 from hmt_deepspeed.zero.sharding.shards import RowShards
 from hmt_deepspeed.zero.weights.low_rank_change import LowRankChange
 from hmt_deepspeed.zero.weights.weight import Weight
@@ -214,7 +214,7 @@ class HostWeight(Weight):
             return rows[offset + begin - first * n :][: end - begin]
 
         step = self._addition(change.lr, change.weight_decay)
-        self._begin(step, product, change.host_key)
+        self._begin(step, product, change.host_key, left.itemsize)
 
     def finish(self) -> None:
         """Returns when the update is done; what the caller's stream does next sees the new weights.
@@ -231,15 +231,23 @@ class HostWeight(Weight):
     # -- steps ------------------------------------------------------------------------------------
 
     def _begin(
-        self, step: ArrivalStep, incoming: Callable[[int, int], Tensor] | None, key: Key
+        self,
+        step: ArrivalStep,
+        incoming: Callable[[int, int], Tensor] | None,
+        key: Key,
+        itemsize: int = 4,
     ) -> None:
+        """``incoming``: makes what the device sends of a range of elements, ``itemsize`` bytes each."""
         self.pending = True
         with self.shard() as shard:
-            arrival = self._expect(shard)
-            for begin, end in chunks(self.num_elements):
-                arriving = None if incoming is None else incoming(begin, end)
+            arrival, arriving, made = self._expect(shard), None, 0
+            ranges = chunks(self.num_elements, itemsize)
+            for number, (begin, end) in enumerate(ranges):
+                if incoming is not None and number % NUM_MADE == 0:
+                    made = begin
+                    arriving = incoming(begin, ranges[number : number + NUM_MADE][-1][1])
                 for first, last in self.states.parts(begin, end):
-                    piece = None if arriving is None else arriving[first - begin : last - begin]
+                    piece = None if arriving is None else arriving[first - made : last - made]
                     if not self.has_master and not self._offloaded:
                         piece = shard[first:last]  # a dense one: the weights themselves
                     chunk = self.states.chunk(first, last)

@@ -16,6 +16,7 @@ from hmt_deepspeed.zero.offload.ssd import Ssd
 from hmt_deepspeed.zero.settings import SsdSettings
 
 __all__ = [
+    "NUM_MADE",
     "NUM_PIECES",
     "NUM_STAGED",
     "PIECE",
@@ -29,8 +30,9 @@ __all__ = [
 # Elements that the kernel takes at once and that a file on an SSD holds: small enough that the worker lets others have
 # the interpreter every few milliseconds.
 PIECE = 1 << 20
-# Pieces of a chunk, which a job works on and which travels at once: a chunk costs Python as much as a piece would.
+# Pieces of a chunk in fp32, which a job works on and which travels at once: a chunk costs Python as much as a piece would.
 NUM_PIECES = 4
+NUM_MADE = 2  # chunks that the device makes at once, of updates that it makes for the host
 NUM_STAGED = 4  # chunks of fp32 on their way to the host at once, and as many on their way back
 
 
@@ -40,9 +42,9 @@ class Cancelled(Protocol):
     def cancel(self) -> None: ...
 
 
-def chunk_elements() -> int:
-    """Elements of a chunk."""
-    return NUM_PIECES * PIECE
+def chunk_elements(itemsize: int = 4) -> int:
+    """Elements of a chunk that travels in ``itemsize`` bytes an element: the bytes are those of fp32 pieces."""
+    return NUM_PIECES * PIECE * torch.float32.itemsize // itemsize
 
 
 def pool_bytes() -> int:
@@ -50,9 +52,9 @@ def pool_bytes() -> int:
     return NUM_STAGED * chunk_elements() * torch.float32.itemsize
 
 
-def chunks(numel: int) -> list[tuple[int, int]]:
-    """Half-open ranges of at most a chunk that cover ``numel`` elements, in order."""
-    return list(_ranges(0, numel, chunk_elements()))
+def chunks(numel: int, itemsize: int = 4) -> list[tuple[int, int]]:
+    """Half-open ranges of at most a chunk that cover ``numel`` elements, in order; see :func:`chunk_elements`."""
+    return list(_ranges(0, numel, chunk_elements(itemsize)))
 
 
 def pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:

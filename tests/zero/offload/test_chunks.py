@@ -105,3 +105,6 @@ def test_a_7b_step_is_1632_chunks_through_128_mib() -> None:
     assert sum(len(host_worker.chunks(numel)) for numel in matrices) == 1632
     assert 4 << 20 <= host_worker.chunk_elements() <= 8 << 20
     assert 2 * host_worker.pool_bytes() == 128 << 20
+    # low-rank updates in 16 bits are as many bytes a chunk
+    assert sum(len(host_worker.chunks(numel, 2)) for numel in layer * 32) == 32 * 26
+    assert host_worker.chunk_elements(2) == 8 << 20
