@@ -7,31 +7,26 @@ so much smaller. Old bases, and low-rank moments that belong to some, are kept i
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from .errors import PoolFull
+from .fetch_ahead import FetchAhead
 from .growing import GrowingHostStore
+from .layout import Layout, flatten
+from .places import Places
 from .pool import whole_pages
 from .transfer import TransferEngine
 
-__all__ = ["PREFETCH", "SLAB_BYTES", "BasisCache"]
+__all__ = ["SLAB_BYTES", "BasisCache"]
 
-PREFETCH = 2  # bases on their way to the device beside the one in use
-
-# Pinned at once when the bases so far leave no room: a fraction of a large model's, and all of a small one's.
+# Pinned at once when the bases so far leave no room: a fraction of a large model's, and all of a small one's. Those that
+# lie side by side are as many at most.
 SLAB_BYTES = 2**26
-
-
-class _Home(NamedTuple):
-    """A current basis in the store: its key and bytes."""
-
-    key: str
-    nbytes: int
 
 
 class _Kept(NamedTuple):
@@ -46,8 +41,9 @@ class BasisCache:
     """Current bases, which live nowhere else, and old bases and moments, which make room for them.
 
     A current basis is fetched by :meth:`get` and dropped from the device by the next one, see :meth:`together`; while it
-    is used, the bases that come next are on their way, see :meth:`begin_round`. Old bases (:meth:`remember`) and groups of old
-    tensors (:meth:`keep`) stay until ``max_bytes`` are reached; then the least recently used goes first.
+    is used, the bases that come next are on their way, see :meth:`begin_round`. Those that were put side by side travel
+    together. Old bases (:meth:`remember`) and groups of old tensors (:meth:`keep`) stay until ``max_bytes`` are reached;
+    then the least recently used goes first.
 
     Args:
         engine: what moves them.
@@ -64,42 +60,56 @@ class BasisCache:
 
     def __init__(self, engine: TransferEngine, max_bytes: int) -> None:
         self.engine = engine
+        slab = min(SLAB_BYTES, max_bytes)
         self._store = GrowingHostStore(
-            engine, max_bytes, "the host memory that bases may take", min(SLAB_BYTES, max_bytes)
+            engine, max_bytes, "the host memory that bases may take", slab
         )
-        self._current: dict[str, _Home] = {}
+        self._places = Places(self._store, slab, self._reserve)
+        self._device = FetchAhead(engine, self._store, self._places)
         self._old: OrderedDict[str, _Kept] = OrderedDict()  # least recently used first
         self.held: set[str] = set()
-        self._in_use: dict[str, Tensor] = {}
-        self._together: Collection[str] = ()  # stay in use until their block ends
-        self._coming: OrderedDict[str, None] = OrderedDict()
-        self._expected: list[str] = []  # what the round will ask for, as far as is known
-        self._place = 0  # in it: of what comes next
         self._learned: list[str] = []  # what the last round of unknown order asked for
         self._asked: list[str] | None = None  # what this one has
         self.hits: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         self.old_hits = self.old_misses = self.num_evicted = 0
-        self.device_bytes = self.peak_device_bytes = 0
 
     # -- current bases --------------------------------------------------------------------------
 
-    def put(self, name: str, basis: Tensor) -> bool:
-        """Make host memory the home of a basis, in place of the one of that name.
+    def arrange(self, runs: Iterable[Mapping[str, int]]) -> None:
+        """Say which bases are to lie side by side, see :meth:`Places.arrange`."""
+        self._places.arrange(runs)
 
-        The caller may free it at once, not write to it. False: there is no room, and the caller keeps it.
+    def put(self, name: str, basis: Tensor) -> bool:
+        """Make host memory the home of a basis, see :meth:`put_all`. False: there is no room, and the caller keeps it."""
+        return bool(self.put_all({name: basis}))
+
+    def put_all(self, bases: Mapping[str, Tensor]) -> set[str]:
+        """Make host memory the home of bases by name, in place of those of these names. Those that lie side by side, one
+        after the other, come to lie so there if there is room for it, and travel in one copy.
+
+        The caller may free them at once, not write to them.
+
+        Returns:
+            Those that have found room; the caller keeps the others.
         """
-        before = self._current.get(name)
-        key = name if before is None or before.key != name else f"{name} again"
-        # Beside the one before, where there is room: copies of that may be under way, and need not be waited for.
-        is_put = before is not None and self._put(key, basis)
-        self.drop(name)
-        if not is_put and not self._make_room(key, basis):
-            return False
-        self._current[name] = _Home(key, basis.nbytes)
-        if self._asked is None and name not in self._learned:
-            self._learned.append(name)  # the best guess at a first use is the order of arrival
-        return True
+        placed = list[str]()
+        for layouts, flat in _side_by_side(bases):
+            for name in layouts:
+                self._device.leave(name)
+            self._places.settle(layouts)
+            begin = 0
+            for piece in self._places.pieces(layouts):
+                end = begin + sum(layouts[name].nbytes for name in piece)
+                if piece[0] in self:
+                    home = self._places.homes[piece[0]]
+                    self._store.write(home.key, home.begin, flat[begin:end])
+                    placed += piece
+                begin = end
+        if self._asked is None:  # the best guess at a first use is the order of arrival
+            known = set(self._learned)
+            self._learned += [name for name in placed if name not in known]
+        return set(placed)
 
     def get(self, name: str) -> Tensor:
         """A current basis on the device, to be read only until the next call, or in a block of :meth:`together`.
@@ -108,56 +118,40 @@ class BasisCache:
             KeyError: not a current basis.
             TransferError: a copy failed, either way.
         """
-        is_here = name in self._in_use
-        (self.hits if is_here or name in self._coming else self.misses)[name] += 1
-        for other in [o for o in self._in_use if o != name and o not in self._together]:
-            del self._in_use[other]  # freed before anything new is allocated
-        if not is_here:
-            self._coming.pop(name, None)
-            self._in_use[name] = self._store.get(self._current[name].key)
-        basis = self._in_use[name]
-        self._fetch_ahead(name)
+        (self.hits if name in self._device else self.misses)[name] += 1
+        basis = self._device.get(name)
+        if self._asked is not None:
+            self._asked.append(name)
         return basis
 
-    @contextmanager
-    def together(self, names: Collection[str]) -> Iterator[None]:
+    def together(self, names: Collection[str]) -> AbstractContextManager[None]:
         """Of these bases those that :meth:`get` brings stay on the device until the block ends."""
-        self._together = names
-        try:
-            yield
-        finally:
-            self._together = ()
-            self._in_use = dict(list(self._in_use.items())[-1:])
-            self._count_device_bytes()
+        return self._device.together(names)
 
     def drop(self, name: str) -> None:
         """Forget a current basis; nothing if there is none of that name."""
-        home = self._current.pop(name, None)
-        if home is None:
-            return
-        self._in_use.pop(name, None)
-        self._coming.pop(name, None)
-        self._store.drop(home.key)
-        self._count_device_bytes()
+        self._device.leave(name)
+        self._places.drop(name)
 
     def keep_only(self, names: Collection[str]) -> None:
         """Forget all other bases, current and old, and whatever else is old."""
-        for name in [name for name in self._current if name not in names]:
+        for name in [name for name in self._places.homes if name not in names]:
             self.drop(name)
+        self._places.forget()
         for key, kept in list(self._old.items()):
             if kept.basis_of not in names:
                 self.discard(key)
 
-    def begin_round(self, order: Sequence[str] | None = None) -> None:
-        """Say what will be asked for, in order; None: what the last round of unknown order asked for."""
+    def begin_round(self, batches: Sequence[Sequence[str]] | None = None) -> None:
+        """Say what will be asked for, in order; those of a batch are on the device together, and come together. None: what
+        the last round of unknown order asked for, one by one."""
         if self._asked:
             self._learned = self._asked
-        self._expected, self._asked = (self._learned, []) if order is None else (list(order), None)
-        self._place = 0
-        self._bring()
+        self._asked = [] if batches is None else None
+        self._device.expect([[name] for name in self._learned] if batches is None else batches)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._current
+        return name in self._places.homes
 
     # -- old bases ------------------------------------------------------------------------------
 
@@ -229,9 +223,17 @@ class BasisCache:
     # -- numbers --------------------------------------------------------------------------------
 
     @property
+    def device_bytes(self) -> int:
+        return self._device.nbytes
+
+    @property
+    def peak_device_bytes(self) -> int:
+        return self._device.peak_nbytes
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of all bases in host memory, current and old, and of old moments."""
-        current = sum(home.nbytes for home in self._current.values())
+        current = sum(home.layout.nbytes for home in self._places.homes.values())
         return current + sum(sum(kept.nbytes) for kept in self._old.values())
 
     @property
@@ -241,10 +243,9 @@ class BasisCache:
 
     def close(self) -> None:
         """Forget everything and free the memory. Idempotent."""
-        self._in_use.clear()
-        self._current.clear()
+        self._device.close()
+        self._places.clear()
         self._old.clear()
-        self._coming.clear()
         self._store.close()
         self.engine.close()
 
@@ -252,70 +253,57 @@ class BasisCache:
 
     def _keep(self, key: str, tensors: Sequence[Tensor], kept: _Kept) -> bool:
         self.discard(key)
-        current = sum(whole_pages(home.nbytes) for home in self._current.values())
-        if sum(map(whole_pages, kept.nbytes)) > self._store.max_bytes - current:
+        if sum(map(whole_pages, kept.nbytes)) > self._store.max_bytes - self._places.nbytes:
             return False  # not even if all that is old made room
         for part, tensor in enumerate(tensors):
-            if not self._make_room(_part(key, part), tensor):
+            if not self._make_room(partial(self._store.put, _part(key, part), tensor)):
                 for done in range(part):
                     self._store.drop(_part(key, done))
                 return False
         self._old[key] = kept
         return True
 
-    def _make_room(self, key: str, tensor: Tensor) -> bool:
-        """Put it into the store, at the expense of what is old if need be."""
-        while not self._put(key, tensor):
-            oldest = next((old for old in self._old if old not in self.held), None)
-            if oldest is None:
-                return False
+    def _reserve(self, key: str, nbytes: int, evicts: bool) -> bool:
+        """Room for current bases, at the expense of what is old if it ``evicts``."""
+        return self._make_room(partial(self._store.reserve, key, nbytes), evicts)
+
+    def _make_room(self, take: Callable[[], None], evicts: bool = True) -> bool:
+        """Take room in the store, at the expense of what is old if need be and it ``evicts``; whether there is any."""
+        while True:
+            try:
+                take()
+                return True
+            except PoolFull:
+                oldest = next((old for old in self._old if old not in self.held), None)
+                if oldest is None or not evicts:
+                    return False
             self.discard(oldest)
             self.num_evicted += 1
-        return True
 
-    def _put(self, key: str, tensor: Tensor) -> bool:
-        try:
-            self._store.put(key, tensor)
-        except PoolFull:
-            return False
-        return True
 
-    def _fetch_ahead(self, name: str) -> None:
-        """Find the place of ``name`` in what is expected and start on what follows it there."""
-        if self._asked is not None:
-            self._asked.append(name)
-        places = chain(range(self._place, len(self._expected)), range(self._place))
-        found = next((place for place in places if self._expected[place] == name), None)
-        if found is not None:  # else it was not used in the last round, or is needed out of turn
-            self._place = found + 1
-        self._bring()
+def _side_by_side(bases: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Layout], Tensor]]:
+    """Bases by name in groups, each of tensors whose bytes follow one another in memory: layouts, and all bytes (uint8)."""
+    group: list[tuple[str, Layout, Tensor]] = []
+    for name, basis in bases.items():
+        layout, flat = flatten(basis)
+        if group and not _follows(group[-1][2], flat):
+            yield _joined(group)
+            group = []
+        group.append((name, layout, flat))
+    if group:
+        yield _joined(group)
 
-    def _bring(self) -> None:
-        """Start the copies of the next bases, and give up those that turn out not to be next."""
-        wanted = self._next()
-        for name in [name for name in self._coming if name not in wanted]:
-            del self._coming[name]
-            self._store.get(self._current[name].key)
-        for name in wanted:
-            if name not in self._coming:
-                self._store.prefetch(self._current[name].key)
-                self._coming[name] = None
-        self._count_device_bytes()
 
-    def _next(self) -> list[str]:
-        """The next different bases that are expected."""
-        coming: dict[str, None] = {}
-        for name in islice(self._expected, self._place, None):
-            if len(coming) == PREFETCH:
-                break
-            if name in self._current and name not in self._in_use:
-                coming[name] = None
-        return list(coming)
+def _follows(flat: Tensor, other: Tensor) -> bool:
+    """Whether the other's bytes are the next of the same memory."""
+    is_same = flat.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return is_same and flat.storage_offset() + flat.numel() == other.storage_offset()
 
-    def _count_device_bytes(self) -> None:
-        coming = sum(self._current[name].nbytes for name in self._coming)
-        self.device_bytes = coming + sum(basis.nbytes for basis in self._in_use.values())
-        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+
+def _joined(group: Sequence[tuple[str, Layout, Tensor]]) -> tuple[dict[str, Layout], Tensor]:
+    layouts = {name: layout for name, layout, _ in group}
+    nbytes = sum(layout.nbytes for layout in layouts.values())
+    return layouts, group[0][2].as_strided((nbytes,), (1,))
 
 
 def _old(name: str) -> str:

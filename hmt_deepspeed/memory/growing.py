@@ -10,7 +10,7 @@ from .errors import PoolFull
 from .host import HostStore
 from .pool import whole_pages
 from .tiered import TieredStore
-from .transfer import TransferEngine
+from .transfer import Arrival, TransferEngine
 
 __all__ = ["GrowingHostStore"]
 
@@ -63,11 +63,36 @@ class GrowingHostStore(TieredStore):
             self._grow(name, tensor.nbytes)
             super().put(name, tensor)
 
+    def reserve(self, name: str, nbytes: int) -> None:
+        """As :meth:`HostStore.reserve`; PoolFull as of :meth:`put`."""
+        for host in self._hosts:
+            try:
+                host.reserve(name, nbytes)
+            except PoolFull:
+                continue
+            break
+        else:
+            self._grow(name, nbytes)
+            host = self._hosts[-1]
+            host.reserve(name, nbytes)
+        self._home[name] = host
+
+    def write(self, name: str, begin: int, flat: Tensor) -> None:
+        """As :meth:`HostStore.write`."""
+        self._host(name).write(name, begin, flat)
+
+    def fetch(self, name: str, part: slice) -> Arrival:
+        """As :meth:`HostStore.fetch`."""
+        return self._host(name).fetch(name, part)
+
     def host_bytes(self, name: str) -> Tensor:
         """As :meth:`HostStore.host_bytes`."""
+        return self._host(name).host_bytes(name)
+
+    def _host(self, name: str) -> HostStore:
         store = self._store(name)
         assert isinstance(store, HostStore)
-        return store.host_bytes(name)
+        return store
 
     def _grow(self, name: str, nbytes: int) -> None:
         left = self.max_bytes - self.pinned_bytes

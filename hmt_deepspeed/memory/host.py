@@ -6,7 +6,7 @@ import threading
 
 from torch import Tensor
 
-from .transfer import Transfer, TransferEngine
+from .transfer import Arrival, Transfer, TransferEngine
 
 __all__ = ["HostStore"]
 
@@ -39,7 +39,9 @@ class HostStore:
         """
         if name in self:
             raise ValueError(f"{name!r} is already in the host store: drop it first")
-        transfer = self.engine.put(tensor, name, self.pool)
+        self._keep(name, self.engine.put(tensor, name, self.pool))
+
+    def _keep(self, name: str, transfer: Transfer) -> None:
         with self._lock:
             if self._transfers.setdefault(name, transfer) is transfer:
                 return
@@ -53,6 +55,18 @@ class HostStore:
     def get(self, name: str) -> Tensor:
         """The tensor, as put; see :meth:`TransferEngine.get`. KeyError for an unknown name."""
         return self.engine.get(self._transfer(name))
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """Takes room for bytes that :meth:`write` brings. ValueError and PoolFull as :meth:`put`."""
+        self._keep(name, self.engine.reserve(nbytes, name, self.pool))
+
+    def write(self, name: str, begin: int, flat: Tensor) -> None:
+        """As :meth:`TransferEngine.write`. KeyError for an unknown name."""
+        self.engine.write(self._transfer(name), begin, flat)
+
+    def fetch(self, name: str, part: slice) -> Arrival:
+        """As :meth:`TransferEngine.fetch`. KeyError for an unknown name."""
+        return self.engine.fetch(self._transfer(name), part)
 
     def host_bytes(self, name: str) -> Tensor:
         """Its bytes (uint8), once they are here; see :meth:`TransferEngine.host_bytes`. KeyError: unknown."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "flatten", "new_like"]
+__all__ = ["Layout", "bytes_layout", "flatten", "new_like", "view_of"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,17 @@ def flatten(tensor: Tensor) -> tuple[Layout, Tensor]:
     flat = core.as_strided((core.numel(),), (1,)).view(torch.uint8)
     shape, core_shape = tuple(tensor.shape), tuple(core.shape)
     return Layout(tensor.dtype, shape, strides, core_shape, flat.numel()), flat
+
+
+def bytes_layout(nbytes: int) -> Layout:
+    """Of flat bytes (uint8)."""
+    return Layout(torch.uint8, (nbytes,), (1,), (nbytes,), nbytes)
+
+
+def view_of(flat: Tensor, layout: Layout) -> Tensor:
+    """The tensor of a layout in its flat bytes (uint8), which lie at a multiple of its itemsize; with versions of its
+    own."""
+    return flat.view(layout.dtype).as_strided(layout.shape, layout.strides).data
 
 
 def new_like(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .counters import Counters, Way
 from .errors import TransferError
-from .layout import Layout, flatten, new_like
+from .layout import Layout, bytes_layout, flatten, new_like
 from .pool import Buffer, PinnedPool
 from .streams import CudaStreams, Direction, Event, Streams, TwinStreams
 
@@ -138,20 +138,34 @@ class TransferEngine:
         pool = pool or self.pool
         buffer = pool.take(layout.nbytes, name, lent)
         try:
-            with self._lock, _named(name, layout.nbytes):
-                self._make_room(layout.nbytes)
-                produced = self.streams.mark()
-                target = buffer.memory[: layout.nbytes]
-                stored = self.streams.copy(Direction.TO_HOST, target, flat, [produced])
-                self.streams.keep(flat, Direction.TO_HOST)
-                self._outgoing.append((stored, layout.nbytes))
-                self._outgoing_bytes += layout.nbytes
+            stored = self._store(flat, name, buffer.memory[: layout.nbytes], [])
         except BaseException:
             pool.release(buffer)
             raise
-        self._counters.count_out(layout.nbytes)
-        self._count_seconds("out", stored)
         return Transfer(name, layout, pool, buffer, stored)
+
+    def reserve(self, nbytes: int, name: str, pool: PinnedPool) -> Transfer:
+        """A handle of so many bytes, which are undefined until they are written.
+
+        Raises:
+            PoolFull: as :meth:`put`.
+        """
+        buffer = pool.take(nbytes, name)
+        return Transfer(name, bytes_layout(nbytes), pool, buffer, self.streams.mark())
+
+    def write(self, transfer: Transfer, begin: int, flat: Tensor) -> None:
+        """Starts the copy of flat bytes (uint8) into what a handle holds, from its byte ``begin`` on. What was fetched
+        before brings what was held then; the host waits for neither.
+
+        Raises:
+            RuntimeError: the handle was dropped.
+            TransferError: the copy could not be started.
+        """
+        with self._lock:
+            self._check(transfer)
+            before = [transfer.stored, *transfer._fetched]
+            target = transfer.buffer.memory[begin : begin + flat.numel()]
+            transfer.stored = self._store(flat, transfer.name, target, before)
 
     def prefetch(self, transfer: Transfer) -> None:
         """Starts the copy back to the device, unless it is on its way.
@@ -209,8 +223,11 @@ class TransferEngine:
 
     # -- arrivals: what the handles' fetches and the SSD's reads are made of --------------------------
 
-    def fetch(self, transfer: Transfer) -> Arrival:
+    def fetch(self, transfer: Transfer, part: slice | None = None) -> Arrival:
         """Starts a copy of its own back to the device; end it with :meth:`receive` or :meth:`abandon`.
+
+        Args:
+            part: of the bytes held, which come as they are, flat uint8; by default the tensor.
 
         Raises:
             TransferError: it could not be started, for want of device memory for example.
@@ -218,8 +235,13 @@ class TransferEngine:
         """
         with self._lock:
             self._check(transfer)
-            arrival = self.expect(transfer.layout, transfer.name)
-            self.send(transfer, arrival)
+            if part is None:
+                arrival = self.expect(transfer.layout, transfer.name)
+                self.send(transfer, arrival)
+                return arrival
+            arrival = self.expect(bytes_layout(part.stop - part.start), transfer.name)
+            memory = transfer.buffer.memory[part]
+            transfer._fetched = (self._send(arrival, memory, [transfer.stored]),)
             return arrival
 
     def send(self, transfer: Transfer, arrival: Arrival, part: slice = _ALL) -> None:
@@ -231,7 +253,7 @@ class TransferEngine:
         """
         with self._lock:
             self._check(transfer)
-            event = self._send(arrival, transfer.buffer, [transfer.stored], part)
+            event = self._send(arrival, transfer.buffer.memory, [transfer.stored], part)
             transfer._fetched = (event,)
 
     def expect(self, layout: Layout, name: str) -> Arrival:
@@ -263,7 +285,7 @@ class TransferEngine:
         """Starts the copy of an expected tensor's bytes, or of a part of them; releases the buffer.
         For any thread."""
         try:
-            event = self._send(arrival, buffer, [], part)
+            event = self._send(arrival, buffer.memory, [], part)
         except BaseException:
             pool.release(buffer)
             raise
@@ -302,12 +324,26 @@ class TransferEngine:
 
     # -- steps --------------------------------------------------------------------------------------
 
+    def _store(self, flat: Tensor, name: str, target: Tensor, after: list[Event]) -> Event:
+        """Starts the copy of flat bytes to the host."""
+        nbytes = flat.numel()
+        with self._lock, _named(name, nbytes):
+            self._make_room(nbytes)
+            before = [self.streams.mark(), *after]
+            stored = self.streams.copy(Direction.TO_HOST, target, flat, before)
+            self.streams.keep(flat, Direction.TO_HOST)
+            self._outgoing.append((stored, nbytes))
+            self._outgoing_bytes += nbytes
+        self._counters.count_out(nbytes)
+        self._count_seconds("out", stored)
+        return stored
+
     def _send(
-        self, arrival: Arrival, buffer: Buffer, after: list[Event], part: slice = _ALL
+        self, arrival: Arrival, memory: Tensor, after: list[Event], part: slice = _ALL
     ) -> Event:
         target = arrival.flat[part]
         nbytes = target.numel()
-        source, before = buffer.memory[:nbytes], [arrival.ready, *after]
+        source, before = memory[:nbytes], [arrival.ready, *after]
         with _named(arrival.name, nbytes):
             event = self.streams.copy(Direction.TO_DEVICE, target, source, before)
         arrival.copies.append((target, event))

@@ -254,8 +254,7 @@ def _zero_state(engine: Any, resolved: Resolved, ranks: int) -> Any:
     if settings.cache is not None:
         check_cache(settings.cache, low_rank)
     bases = BasisStorage(collectives, settings.stage)
-    for param_state in low_rank:
-        bases.store(param_state)
+    bases.store(low_rank)
     return SimpleNamespace(
         param_states=param_states,
         param_groups=groups,

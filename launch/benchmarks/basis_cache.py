@@ -56,7 +56,8 @@ def _counted(engine: Any, batches: Batches) -> Callable[[], Sample]:
 
 
 def basis_cache(setting: Setting) -> CaseResult:
-    from hmt_deepspeed.memory.basis_cache import PREFETCH
+    from hmt_deepspeed.memory.fetch_ahead import PREFETCH
+    from hmt_deepspeed.zero.bases.storage import MOST_WHOLE
 
     shape = TOY if setting.toy else SHAPE
     rank = shape.hidden // 8
@@ -81,9 +82,9 @@ def basis_cache(setting: Setting) -> CaseResult:
             peak / held,
             "share",
             "<=",
-            3 * PREFETCH / shape.layers / 7,
-            note="one in use and two on their way, of seven a layer and of the copies that groups of linears hold; "
-            "on top come q, k, v (gate, up) side by side while they are multiplied, and what waits for its copy out",
+            min(1.0, 2 * MOST_WHOLE / held),
+            note="those of a run in use, and the next run on its way; on top come q, k, v (gate, up) side by side while "
+            "they are multiplied, and what waits for its copy out",
         ),
         Measurement(
             f"{label}: share of the step that the host waits for bases",

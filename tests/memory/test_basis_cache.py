@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hmt_deepspeed.memory import basis_cache
+from hmt_deepspeed.memory import fetch_ahead
 from hmt_deepspeed.memory.basis_cache import BasisCache
 from hmt_deepspeed.memory.streams import Direction
 from hmt_deepspeed.memory.transfer import TransferEngine
@@ -24,13 +24,18 @@ def make(monkeypatch: pytest.MonkeyPatch):
     made = []
 
     def build(pages: int = 100, prefetch: int = 2) -> BasisCache:
-        monkeypatch.setattr(basis_cache, "PREFETCH", prefetch)
+        monkeypatch.setattr(fetch_ahead, "PREFETCH", prefetch)
         made.append(BasisCache(TransferEngine("cpu", 8 * PAGE), pages * PAGE))
         return made[-1]
 
     yield build
     for cache in made:
         cache.close()
+
+
+def singly(names: list[str]) -> list[list[str]]:
+    """Batches of one."""
+    return [[name] for name in names]
 
 
 def filled(cache: BasisCache) -> BasisCache:
@@ -60,7 +65,7 @@ def test_a_basis_comes_back_as_it_was_put_whoever_frees_it(make):
 
 def test_what_is_announced_is_on_its_way_when_it_is_asked_for(make):
     cache = filled(make())
-    cache.begin_round(["d", "b", "a", "c"])
+    cache.begin_round(singly(["d", "b", "a", "c"]))
     assert misses(cache, ["d", "b", "a", "c"]) == []
     assert cache.hits.total() == 4
     assert filled(make(prefetch=0)).hits.total() == 0
@@ -68,7 +73,7 @@ def test_what_is_announced_is_on_its_way_when_it_is_asked_for(make):
 
 def test_without_prefetch_everything_is_waited_for(make):
     cache = filled(make(prefetch=0))
-    cache.begin_round(NAMES)
+    cache.begin_round(singly(NAMES))
     assert misses(cache, NAMES) == NAMES
     assert cache.peak_device_bytes == PAGE
 
@@ -77,14 +82,14 @@ def test_an_unknown_order_is_that_of_arrival_and_then_of_the_round_before(make):
     cache = filled(make(prefetch=1))
     cache.begin_round()
     assert misses(cache, NAMES) == []
-    cache.begin_round(NAMES)
+    cache.begin_round(singly(NAMES))
     assert misses(cache, NAMES) == []
     cache.begin_round()
     cache.get("c")  # now no longer d, which was here still
-    cache.begin_round(NAMES)
+    cache.begin_round(singly(NAMES))
     cache.begin_round()
     assert misses(cache, ["d", "a", "c", "b"]) == ["d", "a", "b"]
-    cache.begin_round(["b"])
+    cache.begin_round(singly(["b"]))
     cache.begin_round()
     assert misses(cache, ["d", "a", "c", "b"]) == []
 
@@ -93,13 +98,13 @@ def test_a_basis_left_out_or_put_in_does_not_lose_the_order(make):
     cache = filled(make(prefetch=2))
     cache.begin_round()
     misses(cache, ["a", "c", "d"])
-    cache.begin_round(NAMES)
+    cache.begin_round(singly(NAMES))
     cache.begin_round()
     assert misses(cache, ["a", "b", "c", "d"]) == ["b"]  # had no use in the last round
-    cache.begin_round(NAMES)
+    cache.begin_round(singly(NAMES))
     cache.begin_round()
     assert misses(cache, ["a", "d"]) == ["d"]  # two uses earlier than expected
-    cache.begin_round(NAMES)
+    cache.begin_round(singly(NAMES))
     cache.begin_round()
     assert misses(cache, ["a", "d"]) == []
 
@@ -117,14 +122,15 @@ def test_the_device_holds_one_basis_and_those_on_their_way(make, prefetch):
 
 def test_those_used_together_stay_until_the_end_of_their_block(make):
     cache = filled(make(prefetch=1))
-    cache.begin_round(NAMES)
+    cache.begin_round(singly(NAMES))
     with cache.together({"a", "c"}):
         for name, pages in (("a", 2), ("b", 3), ("c", 3), ("a", 3)):
             cache.get(name)
             assert cache.device_bytes == pages * PAGE
     assert cache.device_bytes == 2 * PAGE
-    assert misses(cache, ["c", "d"]) == []
-    assert cache.device_bytes == PAGE
+    assert misses(cache, ["a", "b"]) == []
+    cache.begin_round([])
+    assert cache.device_bytes == 0
     with cache.together(NAMES):
         for name in NAMES:
             cache.get(name)
@@ -135,8 +141,8 @@ def test_those_used_together_stay_until_the_end_of_their_block(make):
 
 def test_what_turns_out_not_to_be_next_is_given_up(make):
     cache = filled(make(prefetch=2))
-    cache.begin_round(["a", "b", "c"])
-    cache.begin_round(["d"])
+    cache.begin_round(singly(["a", "b", "c"]))
+    cache.begin_round(singly(["d"]))
     assert cache.device_bytes == PAGE
 
 
@@ -150,16 +156,101 @@ def test_a_basis_without_room_stays_with_its_owner(make):
     assert torch.equal(cache.get("c"), basis(6))
 
 
-def test_a_new_basis_goes_beside_the_one_before_while_there_is_room(make):
+def pending(cache: BasisCache, way: Direction) -> int:
+    return len(cache.engine.streams.pending[way])
+
+
+@pytest.mark.parametrize(("pages", "waited"), [(6, False), (4, True)])
+def test_a_wider_basis_goes_beside_the_one_before_while_there_is_room(make, pages, waited):
     """Its copies may be under way: with room the host does not wait for them, without it does."""
-    for pages, waited in ((5, False), (4, True)):
-        cache = filled(make(pages=pages))
-        cache.begin_round(["a"])  # a copy under way; the twin runs it when it is waited for
-        assert len(cache.engine.streams.pending[Direction.TO_DEVICE]) == 1
-        assert cache.put("a", basis(5))
-        assert (not cache.engine.streams.pending[Direction.TO_DEVICE]) == waited
-        assert torch.equal(cache.get("a"), basis(5))
-        assert cache.host_bytes == 4 * PAGE
+    cache = filled(make(pages=pages))
+    cache.drop("b")
+    cache.begin_round(singly(["a"]))  # a copy under way; the twin runs it when it is waited for
+    assert pending(cache, Direction.TO_DEVICE) == 1
+    assert cache.put("a", basis(5, columns=32))
+    assert (not pending(cache, Direction.TO_DEVICE)) == waited
+    assert torch.equal(cache.get("a"), basis(5, columns=32))
+    assert cache.host_bytes == 4 * PAGE
+
+
+def test_a_new_basis_of_the_same_shape_takes_the_place_of_the_one_before_without_a_wait(make):
+    cache = filled(make(pages=4))
+    cache.begin_round(singly(["a"]))
+    assert cache.put("a", basis(5))
+    assert pending(cache, Direction.TO_DEVICE) == 1
+    assert torch.equal(cache.get("a"), basis(5))
+    assert torch.equal(cache.get("b"), basis(1))
+
+
+def side_by_side(seeds: list[int], columns: int = 16) -> dict[str, torch.Tensor]:
+    """Bases by name in one tensor."""
+    whole = torch.stack([basis(seed, columns) for seed in seeds])
+    return dict(zip(NAMES, whole.unbind(), strict=False))
+
+
+def counted(cache: BasisCache) -> tuple[int, int]:
+    """Copies to the host and to the device so far."""
+    return cache.engine.counters.num_out, cache.engine.counters.num_in
+
+
+def test_bases_side_by_side_travel_in_one_copy_each_way(make):
+    cache = make()
+    assert cache.put_all(side_by_side([0, 1, 2, 3])) == set(NAMES)
+    cache.begin_round([NAMES[:3], NAMES[3:]])
+    assert misses(cache, NAMES[:3]) == []
+    assert cache.device_bytes == 4 * PAGE  # three in use, one on its way
+    assert [bool(torch.equal(cache.get(n), basis(i))) for i, n in enumerate(NAMES)] == [True] * 4
+    assert cache.device_bytes == PAGE
+    assert counted(cache) == (1, 2)
+    assert cache.put_all(side_by_side([4, 5, 6, 7])) == set(NAMES)
+    cache.begin_round()  # one by one
+    for seed, name in enumerate(NAMES, 4):
+        assert torch.equal(cache.get(name), basis(seed))
+    assert counted(cache) == (2, 6)
+    assert cache._store.pinned_bytes == 100 * PAGE
+    assert sum(host.pool.used_bytes for host in cache._store._hosts) == 4 * PAGE
+    # others, in other memory, in one call
+    assert cache.put_all({name: basis(9) for name in NAMES}) == set(NAMES)
+    assert counted(cache) == (6, 6)
+
+
+def test_one_of_those_side_by_side_may_leave_and_come_back(make):
+    cache = make(pages=6)
+    cache.put_all(side_by_side([0, 1, 2, 3]))
+    assert cache.put("b", basis(9, columns=32))
+    cache.begin_round([NAMES])
+    found = [cache.get(name) for name in NAMES]
+    for seed, (name, one) in enumerate(zip(NAMES, found, strict=True)):
+        assert torch.equal(one, basis(9, columns=32) if name == "b" else basis(seed))
+    assert counted(cache)[1] == 3  # a; b, elsewhere; c and d
+    assert cache.put_all(side_by_side([4, 5, 6, 7])) == set(NAMES)
+    assert sum(host.pool.used_bytes for host in cache._store._hosts) == 4 * PAGE
+    cache.begin_round([NAMES])
+    for seed, name in enumerate(NAMES, 4):
+        assert torch.equal(cache.get(name), basis(seed))
+    assert counted(cache)[1] == 4
+    for name in NAMES:
+        cache.drop(name)
+    assert sum(host.pool.used_bytes for host in cache._store._hosts) == 0
+
+
+def test_where_there_is_no_room_for_all_some_of_those_side_by_side_have_it(make):
+    cache = make(pages=3)
+    cache.keep("old", [basis(8)])
+    assert cache.put_all(side_by_side([0, 1, 2, 3])) == set(NAMES[:3])
+    assert cache.kept_keys() == []
+    for seed, name in enumerate(NAMES[:3]):
+        assert torch.equal(cache.get(name), basis(seed))
+    assert "d" not in cache
+
+
+def test_a_basis_put_anew_while_its_batch_is_on_the_way_is_the_new_one(make):
+    cache = make()
+    cache.put_all(side_by_side([0, 1, 2, 3]))
+    cache.begin_round([NAMES])
+    cache.put("a", basis(9))
+    for seed, name in enumerate(NAMES):
+        assert torch.equal(cache.get(name), basis(seed) if seed else basis(9))
 
 
 def test_old_bases_make_room_the_least_recently_used_first(make):

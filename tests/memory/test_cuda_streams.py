@@ -255,7 +255,7 @@ def test_the_fetch_waits_until_its_memory_may_be_written(cuda, engine):
     old = []
     cuda.compute.work.append(lambda: old.append(arrival.tensor.clone()))
     arrival.ready = engine.streams.mark()
-    engine._send(arrival, handle.buffer, []).wait()
+    engine._send(arrival, handle.buffer.memory, []).wait()
     assert old[0].eq(5).all()
     assert arrival.tensor.eq(1).all()
 

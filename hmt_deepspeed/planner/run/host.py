@@ -2,26 +2,22 @@
 
 What is of constant size is the engine's own; a run hands it in, and without a run it is :func:`usual_memory`.
 The rest follows from model and optimizer: what updates that begin during backward keep until the decision on
-clipping and overflow, the bases of ``hmt.basis_cache``, the copies that ``hmt.snapshot`` stages.
+clipping and overflow, the copies that ``hmt.snapshot`` stages, and the bases of :mod:`cached_bases`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from hmt_deepspeed.planner.model.shapes import ModelShape, Parameter, parameters
+from hmt_deepspeed.planner.run.cached_bases import CacheRoom, whole_pages
 from hmt_deepspeed.planner.run.modes import OptimizerMode, Sharding
 from hmt_deepspeed.planner.run.offloaded import Offloaded
 from hmt_deepspeed.planner.run.states import (
     FP32,
-    borrowers,
-    gradient_columns,
     kept_bytes,
-    most_rows,
     parameters_by_mode,
     projection_bytes,
     states_by_parameter,
@@ -29,44 +25,18 @@ from hmt_deepspeed.planner.run.states import (
 
 __all__ = [
     "WEIGHT_BUFFERS",
-    "CacheRoom",
-    "CachedBases",
     "EngineMemory",
-    "cached_bases",
     "early_bytes",
     "largest_part",
     "snapshot_bytes",
     "usual_memory",
 ]
 
-PAGE = 4096  # bytes; page-locked memory is taken in whole ones
 PIECE = 2**20  # elements that the host updates at once
 _STAGED = 16  # pieces of fp32 on their way, each way
 _STATE_BUFFERS, _STATES = 4, 3  # offload_optimizer's buffer_count; master and moments
 WEIGHT_BUFFERS = 5  # offload_param's buffer_count
 _STAGING, _SSD_STAGING = 2**26, 2**30  # of activations on their way to the host, and on to an SSD
-
-
-@dataclass(frozen=True)
-class CacheRoom:
-    """``hmt.basis_cache``.
-
-    Attributes:
-        prefetch: bases on their way to the device. together: bytes of bases that are in use at once, if not those of
-            one matrix are more. elements: of the gradients of matrices that step together. old_moments: bases left whose
-            moments each matrix keeps.
-        old_bases: whether a wider basis is kept.
-        staging: page-locked bytes for what is on its way. slab: the others are page-locked by so many.
-    """
-
-    max_bytes: int
-    prefetch: int
-    together: int
-    elements: int
-    old_moments: int
-    old_bases: bool
-    staging: int
-    slab: int
 
 
 @dataclass(frozen=True)
@@ -137,227 +107,6 @@ def early_bytes(offloaded: Offloaded, on_ssd: bool, undoes: bool, itemsize: int)
     return share.states if undoes else 0.0
 
 
-# -- bases --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CachedBases:
-    """Bytes of a basis cache.
-
-    Attributes:
-        bases, probes: bytes that are not on the device. passing: bytes of the bases in use and of those on
-            their way, at most; stage 3 has the rows of one in use, and others whole. resting: of those on the device
-            between two steps. pinned: page-locked, once matrices have left as many bases as may be kept.
-    """
-
-    bases: float = 0.0
-    probes: float = 0.0
-    passing: float = 0.0
-    resting: float = 0.0
-    pinned: float = 0.0
-
-
-def cached_bases(
-    shape: ModelShape,
-    mode: OptimizerMode,
-    sharding: Sharding,
-    itemsize: int,
-    room: CacheRoom,
-    is_offloaded: bool,
-) -> CachedBases:
-    """Bytes of the bases that wait in host memory.
-
-    Where not all have room there, the same part of each is taken to be. What has once been page-locked stays:
-    at first every matrix has a basis of its own, also where linears are found to share one, and a new one is
-    put beside the one before.
-
-    Args:
-        is_offloaded: masters are in host memory; such weights are updated one by one.
-    """
-    if mode.residual == "full":  # they stay beside the gradients
-        return CachedBases()
-    borrowing = borrowers(shape, mode)
-    bases = probes = pages = first_pages = largest = 0
-    old = 0.0
-    for parameter, own in parameters_by_mode(shape, mode):
-        if not own.is_low_rank(parameter):
-            continue
-        basis, beside = projection_bytes(parameter, own, sharding, itemsize)
-        if not basis:
-            continue
-        first_pages += parameter.count * _pages(basis + beside)
-        borrows = parameter.name in borrowing
-        old += parameter.count * _left_bytes(parameter, own, sharding, itemsize, room, borrows)
-        if borrows:
-            continue
-        bases += parameter.count * basis
-        probes += parameter.count * beside
-        pages += parameter.count * _pages(basis + beside)
-        largest = max(largest, basis + beside)
-    if not pages:
-        return CachedBases()
-    alone = is_offloaded and (mode.master_weights == "fp32" or itemsize == FP32)
-    matrices = _in_order(shape, mode, sharding, itemsize, room)
-    fetched, gathered, resting = _passing_bytes(matrices, room, alone)
-    part = min(1.0, room.max_bytes / pages)
-    held = max(part * first_pages, part * pages + old + _pages(largest))
-    slab = min(room.slab, room.max_bytes)
-    pinned = min(float(room.max_bytes), -(-held // slab) * slab)
-    return CachedBases(
-        part * bases,
-        part * probes,
-        min(part * (bases + probes), fetched) + gathered,
-        min(part * (bases + probes), resting),
-        room.staging + pinned,
-    )
-
-
-class _Matrix(NamedTuple):
-    """A matrix whose columns wait in host memory.
-
-    Attributes:
-        basis: whose it is. alike: equal for matrices that step together, at most ``most`` of them at once.
-        rows: bytes that this rank holds of the columns. whole: of all where ranks hold parts of them, else 0.
-    """
-
-    basis: Hashable
-    alike: Hashable
-    most: int
-    rows: int
-    whole: int
-
-
-def _in_order(
-    shape: ModelShape,
-    mode: OptimizerMode,
-    sharding: Sharding,
-    itemsize: int,
-    room: CacheRoom,
-) -> list[_Matrix]:
-    """All matrices of a model with a basis, those of a layer behind those of the layer before."""
-    layer, names, borrowing = shape.names.layer, shape.names, borrowers(shape, mode)
-    leaders = {f"{layer}.{n}.weight": group[0] for group in (names.qkv, names.up) for n in group}
-    found: dict[str, list[_Matrix]] = defaultdict(list)
-    for parameter, own in parameters_by_mode(shape, mode):
-        if not own.is_low_rank(parameter):
-            continue
-        rows = sum(projection_bytes(parameter, own, sharding, itemsize))
-        if not rows:
-            continue
-        m, width = gradient_columns(parameter, own)
-        held = most_rows(m, own.oriented(parameter)[1], sharding.ranks(1))
-        whole = sum(projection_bytes(parameter, own, Sharding(), itemsize))
-        name, of_name = parameter.name, found[parameter.name]
-        if name in borrowing:
-            name = f"{layer}.{leaders[name]}.weight"
-        of_name += [
-            _Matrix(
-                (name, len(of_name) + number),
-                (parameter.shape, width),
-                max(1, room.elements // (held * width)),
-                rows,
-                0 if whole == rows else whole,
-            )
-            for number in range(parameter.count)
-        ]
-    placed = [
-        ((number / len(of_name), place) if name.startswith(layer) else (1.0, place), matrix)
-        for place, (name, of_name) in enumerate(found.items())
-        for number, matrix in enumerate(of_name)
-    ]
-    return [matrix for _, matrix in sorted(placed, key=itemgetter(0))]
-
-
-def _passing_bytes(
-    matrices: Sequence[_Matrix], room: CacheRoom, alone: bool
-) -> tuple[int, int, int]:
-    """Most bytes of bases on the device: from host memory, gathered there, and those between two steps, where one is in
-    use.
-
-    While probes are drawn those in use follow one another, of those in parts the rows held here. While weights are
-    updated they are whole, of matrices alike or of one that is updated ``alone``.
-    """
-    owners = list({matrix.basis: matrix for matrix in matrices}.values())
-    held = [matrix._replace(whole=0) for matrix in owners]
-    draws = _runs(held, room.together)
-    stacks: dict[Hashable, list[int]] = defaultdict(list)
-    for place, matrix in enumerate(matrices):
-        stacks[matrix.alike].append(place)
-    parts = sorted(
-        places[begin : begin + matrices[places[0]].most]
-        for places in stacks.values()
-        for begin in range(0, len(places), matrices[places[0]].most)
-    )
-    updates = [
-        run for part in parts for run in _runs([matrices[place] for place in part], room.together)
-    ]
-    if alone:
-        updates = [[matrix] for matrix in matrices]
-    of_draws, of_updates = (_most_in_use(each, room.prefetch) for each in (draws, updates))
-    one_by_one, _ = _most_in_use([[matrix] for matrix in held], room.prefetch)
-    return max(of_draws[0], of_updates[0]), max(of_draws[1], of_updates[1]), one_by_one
-
-
-def _runs(matrices: Sequence[_Matrix], most: int) -> list[list[_Matrix]]:
-    """Matrices in their order, cut where the whole bases would be more than ``most`` bytes."""
-    runs: list[list[_Matrix]] = []
-    bases: dict[Hashable, int] = {}
-    for matrix in matrices:
-        whole = matrix.whole or matrix.rows
-        if not runs or (matrix.basis not in bases and sum(bases.values()) + whole > most):
-            runs.append([])
-            bases.clear()
-        bases[matrix.basis] = whole
-        runs[-1].append(matrix)
-    return runs
-
-
-def _most_in_use(parts: Sequence[Sequence[_Matrix]], prefetch: int) -> tuple[int, int]:
-    """(bytes from host memory, gathered bytes) at most, where those of a part stay in use together."""
-    order = [matrix for part in parts for matrix in part]
-    fetched = gathered = place = 0
-    for part in parts:
-        stay: dict[Hashable, int] = {}
-        for matrix in part:
-            place += 1
-            in_use = {**stay, matrix.basis: matrix.rows}
-            coming: dict[Hashable, int] = {}
-            for ahead in range(place, len(order)):
-                if len(coming) == prefetch:
-                    break
-                if order[ahead].basis not in in_use:
-                    coming[order[ahead].basis] = order[ahead].rows
-            fetched = max(fetched, sum(in_use.values()) + sum(coming.values()))
-            stay = stay if matrix.whole else in_use
-        gathered = max(gathered, sum({matrix.basis: matrix.whole for matrix in part}.values()))
-    return fetched, gathered
-
-
-def _left_bytes(
-    parameter: Parameter,
-    mode: OptimizerMode,
-    sharding: Sharding,
-    itemsize: int,
-    room: CacheRoom,
-    borrows: bool,
-) -> float:
-    """Bytes of the bases that one matrix has left, sharded over the ranks that find them, and of its moments."""
-    basis, _ = projection_bytes(parameter, mode, Sharding(), itemsize)
-    sharded = 0.0 if borrows else _pages(basis) / sharding.world_size
-    found, rank = 0.0, mode.rank_of(parameter)
-    kept = kept_bytes(parameter, mode, sharding, itemsize)
-    recalled = [size for state, size in kept.items() if state.recalled]
-    if recalled:
-        found += room.old_moments * (sharded + sum(map(_pages, recalled)))
-    widest = mode.rule.rank_at(mode.rank, *parameter.shape[-2:])
-    if room.old_bases and rank < widest:  # which it may have left
-        found += sharded * widest / rank
-    return found
-
-
-# -- snapshots ----------------------------------------------------------------------------------------
-
-
 def snapshot_bytes(
     shape: ModelShape,
     mode: OptimizerMode,
@@ -391,7 +140,7 @@ def snapshot_bytes(
             tensors += _matrix_tensors(parameter, own, sharding, itemsize)
         if held["weights"] and mode.is_encoded(parameter):
             tensors += [parameter.numel, held["weights"] - parameter.numel]
-        total += parameter.count * sum(map(_pages, tensors))
+        total += parameter.count * sum(map(whole_pages, tensors))
     return total
 
 
@@ -402,7 +151,3 @@ def _matrix_tensors(
     kept = kept_bytes(parameter, mode, sharding, itemsize, in_fp32=True)
     basis, _ = projection_bytes(parameter, mode, Sharding(), itemsize)
     return [*kept.values(), FP32, FP32, FP32, *([basis] if basis else [])]
-
-
-def _pages(nbytes: float) -> int:
-    return max(1, -(-int(nbytes) // PAGE)) * PAGE

@@ -9,13 +9,8 @@ from typing import Literal
 
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.workload import Workload
-from hmt_deepspeed.planner.run.host import (
-    CachedBases,
-    EngineMemory,
-    cached_bases,
-    early_bytes,
-    snapshot_bytes,
-)
+from hmt_deepspeed.planner.run.cached_bases import CachedBases, cached_bases
+from hmt_deepspeed.planner.run.host import EngineMemory, early_bytes, snapshot_bytes
 from hmt_deepspeed.planner.run.memory import (
     MemoryBudget,
     ModelStates,

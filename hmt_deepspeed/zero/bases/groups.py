@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -73,6 +73,7 @@ class BasisGroups:
             for index in group:
                 self.low_rank[index].gradient.owner = self._owner(number)
         self.bases.keep_only(self.low_rank)
+        self.bases.arrange(self._drawn_together())
         self.policy = build_policy(members, self._options)
 
     # -- an accumulation window: draw probes, choose who refreshes, lay out the projections --------
@@ -84,8 +85,8 @@ class BasisGroups:
             step: number of optimizer steps taken.
         """
         due = self._due(step)
-        # Of matrices that share a basis its owner draws the probes.
-        self.bases.will_use(p for p in self.low_rank if _owns_basis(p))
+        runs = self._drawn_together()
+        self.bases.will_use(runs)
         for index in sorted(due):
             if self._matrices[index].redraws:
                 due.discard(index)
@@ -93,7 +94,7 @@ class BasisGroups:
                     self._redraw(index, step)
         for matrix in self._matrices:
             matrix.prepare(step)
-        self._draw_probes(step)
+        self._draw_probes(runs, step)
         for index, param_state in enumerate(self.low_rank):
             gradient = param_state.gradient
             gradient.refreshing = index in due
@@ -106,16 +107,24 @@ class BasisGroups:
         self.shared.lay_out()
         self.bases.will_use(None)
 
-    def _draw_probes(self, step: int) -> None:
-        """Probe columns of the coming step; of bases in host memory a few at a time."""
+    def _drawn_together(self) -> list[list[ParamState]]:
+        """Matrices whose probes are drawn at once; of those that share a basis its owner draws them. Matrices alike follow
+        one another, as they do where they step together: what lies side by side is moved together."""
+        alike: dict[Hashable, list[ParamState]] = {}
+        for param_state in filter(_owns_basis, self.low_rank):
+            assert param_state.matrix is not None
+            alike.setdefault(param_state.matrix.alike, []).append(param_state)
+        owners = [param_state for some in alike.values() for param_state in some]
+        return [owners[begin:end] for begin, end in self.bases.runs(owners, whole=False)]
+
+    def _draw_probes(self, runs: Sequence[Sequence[ParamState]], step: int) -> None:
+        """Probe columns of the coming step; of bases in host memory those of a run at a time."""
         if not self.bases.stores:
             if self._matrices:
                 number = self._numbers.step(step, self._matrices[0].device)
                 self._draws.draw(self._matrices, number)
             return
-        owners = [p for p in self.low_rank if _owns_basis(p)]
-        for begin, end in self.bases.runs(owners, whole=False):
-            some = owners[begin:end]
+        for some in runs:
             with self.bases.all_present(some):
                 matrices = [p.matrix for p in some if p.matrix is not None]
                 number = self._numbers.step(step, matrices[0].device)
@@ -169,7 +178,7 @@ class BasisGroups:
             saved: n x r on the host, by name of the matrix.
         """
         own = [g[0] for n, g in enumerate(self.groups) if self._owner(n) == self._collectives.rank]
-        self.bases.load_old_bases([self.low_rank[index] for index in own], saved)
+        self.bases.old.load([self.low_rank[index] for index in own], saved)
 
     def load_history(self, saved: SavedHistory) -> None:
         """Take over moments of previous bases."""

@@ -82,7 +82,9 @@ class BasisRefresh:
         policy.read_averages([index for index, _ in refreshing])
         refreshing = [(i, groups[i]) for i in policy.ordered(index for index, _ in refreshing)]
         leaders = [self.low_rank[group[0]] for _, group in refreshing]
-        self.bases.will_use(leaders + leaders)  # to start the range finders from, and to leave
+        self.bases.will_use(
+            [[p] for p in leaders + leaders]
+        )  # to start the range finders from, and to leave
         searches = self._search_all(refreshing, policy, step)
         numbers = [search.numbers for search in searches.values()]
         read = read_together(numbers if overflow is None else [*numbers, overflow.view(1)])
@@ -204,7 +206,7 @@ class BasisRefresh:
     def _search(self, index: int, group: Sequence[int], policy: RankPolicy, step: int) -> Search:
         """Begin to find the dominant subspace of a group's stacked full gradients, at their owner."""
         first, sought = policy.first_width(index), policy.sought_energy(index)
-        older = self.bases.recall(self.low_rank[group[0]])
+        older = self.bases.old.recall(self.low_rank[group[0]])
 
         def stacked() -> Tensor:  # copies of a group's are not held until it is its turn
             parts, leader = [self._gradient(i).full for i in group], self._matrix(group[0])
@@ -230,7 +232,7 @@ class BasisRefresh:
         basis = self._broadcast_basis(group, rank, found)
         members = [self.low_rank[i] for i in group]
         if members[0].gradient.owner == self.collectives.rank:
-            self.bases.remember(members[0], rank)
+            self.bases.old.remember(members[0], rank)
         recalled = self.bases.history.recall(members, basis, missing)
         self.bases.history.remember(members)
         self.adopt(group, basis, recalled)

@@ -23,6 +23,7 @@ from hmt_deepspeed.optim.rules.columns import Columns
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, stored_projection
 from hmt_deepspeed.zero.bases.gathers import GatherAhead
 from hmt_deepspeed.zero.bases.moment_history import MomentHistory
+from hmt_deepspeed.zero.bases.old_bases import OldBases
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 
@@ -50,8 +51,7 @@ class BasisStorage:
     Attributes:
         is_sharded: whether rows are sharded over ranks.
         cache: in host memory, or None.
-        history: moments of previous bases, see :class:`MomentHistory`. Beside them the cache keeps a basis that
-            a narrower one replaces.
+        history: moments of previous bases, see :class:`MomentHistory`. old: bases that narrower ones have replaced.
         peak_gathered_bytes: of whole projections in use that ranks hold parts of, at most.
     """
 
@@ -64,6 +64,7 @@ class BasisStorage:
     ) -> None:
         self.collectives, self.cache = collectives, cache
         self.history = MomentHistory(collectives, cache, num_previous)
+        self.old = OldBases(cache, num_previous)
         self.is_sharded = stage == 3 and collectives.world > 1
         self._kept: dict[int, tuple[object, Tensor]] | None = None
         # by owner: whole, its version when it came, and the rows that it came from
@@ -150,31 +151,44 @@ class BasisStorage:
             return False
         return self.is_sharded and gradient.linear is not None and gradient.leaf is None
 
-    def store(self, param_state: ParamState) -> None:
-        """Store the matrix's projection and drop the whole; one that has not changed is stored already."""
-        matrix = param_state.matrix
-        if not isinstance(matrix, ProjectedMatrix) or matrix.columns.local is not None:
-            return
-        columns, whole = matrix.columns, matrix.columns.whole
-        if whole is None or matrix.takes_whole:  # redrawn, or full rank, perhaps of late
-            self._drop(columns)
-            return
-        sharded = self.holds_rows(param_state)
-        rows = self._unchanged_rows(columns)
-        # Decided alike on all ranks: not by whether the cache has room on this one.
-        if rows is None:
-            self._of_matrices.changed(columns)
-        self._last = (columns, whole) if sharded and rows is not None else None
-        if rows is not None and (self.cache is None or rows.is_meta):
-            columns.local = rows
-        else:
-            own = self._own_rows(whole) if sharded else whole
-            if self.cache is not None and self.cache.put(columns.owner, own):
-                columns.local = torch.empty_like(own, device="meta")
-            elif sharded:
-                columns.local = own
+    def store(self, param_states: Iterable[ParamState]) -> None:
+        """Store the projections of matrices and drop the whole ones; one that has not changed is stored already."""
+        changed: dict[str, tuple[Columns, bool, Tensor]] = {}
+        for param_state in param_states:
+            matrix = param_state.matrix
+            if not isinstance(matrix, ProjectedMatrix) or matrix.columns.local is not None:
+                continue
+            columns, whole = matrix.columns, matrix.columns.whole
+            if columns.owner in changed:
+                continue
+            if whole is None or matrix.takes_whole:  # redrawn, or full rank, perhaps of late
+                self._drop(columns)
+                continue
+            sharded = self.holds_rows(param_state)
+            rows = self._unchanged_rows(columns)
+            # Decided alike on all ranks: not by whether the cache has room on this one.
+            if rows is None:
+                self._of_matrices.changed(columns)
+            self._last = (columns, whole) if sharded and rows is not None else None
+            if rows is not None and (self.cache is None or rows.is_meta):
+                self._leave(columns, rows, sharded)
             else:
-                return
+                own = self._own_rows(whole) if sharded else whole
+                changed[columns.owner] = columns, sharded, own
+        placed = self._put({owner: own for owner, (_, _, own) in changed.items()})
+        for owner, (columns, sharded, own) in changed.items():
+            if owner in placed or sharded:
+                self._leave(columns, placed.get(owner, own), sharded)
+
+    def _put(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Bring rows by owner to host memory; what stands for those that have found room there."""
+        placed = set() if self.cache is None else self.cache.put_all(rows)
+        return {owner: torch.empty_like(rows[owner], device="meta") for owner in placed}
+
+    def _leave(self, columns: Columns, rows: Tensor, sharded: bool) -> None:
+        """Drop the whole of columns whose rows are stored."""
+        columns.local, whole = rows, columns.whole
+        assert whole is not None
         if not sharded and self.cache is not None:
             columns.fetch = partial(self.cache.get, columns.owner)
         columns.whole = whole.new_empty(*whole.shape[:-2], 0, whole.shape[-1])
@@ -224,6 +238,11 @@ class BasisStorage:
             self.history.forget()
             matrices = [p.matrix for p in param_states if isinstance(p.matrix, ProjectedMatrix)]
             self.cache.keep_only({matrix.columns.owner for matrix in matrices})
+
+    def arrange(self, runs: Iterable[Sequence[ParamState]]) -> None:
+        """Say which columns are to lie side by side in host memory: those of a run, as they are drawn together."""
+        if self.cache is not None:
+            self.cache.arrange(dict(self._brought(p, whole=False) for p in run) for run in runs)
 
     def _drop(self, columns: Columns) -> None:
         self._fetched.pop(columns.owner, None)
@@ -288,7 +307,7 @@ class BasisStorage:
         cache = self.cache
         if cache is None:
             for param_state in param_states:
-                self.store(param_state)  # what is whole as yet
+                self.store([param_state])  # what is whole as yet
             yield
             return
         matrices = ((p, p.matrix) for p in param_states)
@@ -306,12 +325,11 @@ class BasisStorage:
             try:
                 yield
             finally:
-                for param_state, columns in found:
-                    rows = columns.local
-                    if rows is None:
-                        self.store(param_state)
-                    elif not rows.is_meta and cache.put(columns.owner, rows):
-                        columns.local = torch.empty_like(rows, device="meta")
+                rows = {c.owner: c.local for _, c in found if c.local is not None}
+                placed = self._put({owner: own for owner, own in rows.items() if not own.is_meta})
+                for _, columns in found:
+                    columns.local = placed.get(columns.owner, columns.local)
+                self.store(param_states)
 
     @contextmanager
     def all_whole(self, param_states: Sequence[ParamState]) -> Iterator[None]:
@@ -340,32 +358,33 @@ class BasisStorage:
             try:
                 yield
             finally:
-                for param_state in param_states:
-                    self.store(param_state)
+                self.store(param_states)
 
-    def will_use(self, param_states: Iterable[ParamState] | None) -> None:
+    def will_use(self, runs: Iterable[Sequence[ParamState]] | None) -> None:
         """Say which bases are needed next, so that they are fetched and gathered ahead.
 
         Args:
-            param_states: in the order of use; None: those of the coming forward and backward.
+            runs: in the order of use, those of a run together, see :meth:`runs`; None: those of the coming forward and
+                backward.
         """
         if not self.stores:
             return
         self._last = None
-        if param_states is None:
+        if runs is None:
             self._of_matrices.expect(())
             self._of_linears.repeat(_exists)
             if self.cache is not None:
                 self.cache.begin_round()
             return
         used = [
-            (p, p.matrix.columns) for p in param_states if isinstance(p.matrix, ProjectedMatrix)
+            [(p, p.matrix.columns) for p in run if isinstance(p.matrix, ProjectedMatrix)]
+            for run in runs
         ]
         if self.cache is not None:
-            self.cache.begin_round([columns.owner for _, columns in used])
+            self.cache.begin_round([[columns.owner for _, columns in run] for run in used])
         self._of_linears.forget()
         # neighbours of one basis gather it once, unless the first of them changes it
-        sharded = (columns for p, columns in used if self.holds_rows(p))
+        sharded = (columns for run in used for p, columns in run if self.holds_rows(p))
         self._of_matrices.expect(columns for columns, _ in groupby(sharded))
 
     def close(self) -> None:
@@ -374,63 +393,6 @@ class BasisStorage:
         self._of_matrices.close()
         if self.cache is not None:
             self.cache.close()
-
-    # -- old bases ------------------------------------------------------------------------------
-
-    def _keeps_older(self, matrix: ProjectedMatrix) -> bool:
-        """Whether a basis that a narrower one replaces is kept: a full SVD has no use for it."""
-        can_widen = matrix.settings.range_finder != "svd" and not matrix.own_bases
-        return self.history.most > 0 and can_widen
-
-    def remember(self, param_state: ParamState, rank: int) -> None:
-        """Call before a new basis replaces the matrix's: keeps the present one if it is wider, and forgets an older
-        one that is no wider than the new.
-
-        Args:
-            param_state: of the matrix. rank: of the new basis.
-        """
-        matrix = param_state.matrix
-        assert isinstance(matrix, ProjectedMatrix)
-        if self.cache is None or not self._keeps_older(matrix):
-            return
-        name = matrix.columns.owner
-        kept = self.cache.old_width(name)
-        if matrix.basis is not None and matrix.measured and max(matrix.rank, kept) > rank:
-            if matrix.rank >= kept:
-                self.cache.remember(name, matrix.basis)
-        else:
-            self.cache.forget(name)
-
-    def recall(self, param_state: ParamState) -> Tensor | None:
-        """The matrix's old basis, n x r with a larger r than the present one, or None."""
-        matrix = param_state.matrix
-        assert isinstance(matrix, ProjectedMatrix)
-        if self.cache is None or not self._keeps_older(matrix):
-            return None
-        return self.cache.recall(matrix.columns.owner)
-
-    def old_bases(self) -> dict[str, Tensor]:
-        """Old bases for a checkpoint: n x r on the host, by name of the matrix."""
-        if self.cache is None:
-            return {}
-        return {name: self.cache.old(name).cpu() for name in self.cache.old_names()}
-
-    def load_old_bases(
-        self, param_states: Iterable[ParamState], saved: Mapping[str, Tensor]
-    ) -> None:
-        """Restore what :meth:`old_bases` gave, for the matrices whose bases this rank finds.
-
-        Args:
-            param_states: those matrices. saved: n x r on the host, by name of the matrix.
-        """
-        if self.cache is None:
-            return
-        matrices = [p.matrix for p in param_states if isinstance(p.matrix, ProjectedMatrix)]
-        for matrix in filter(self._keeps_older, matrices):
-            name = matrix.columns.owner
-            self.cache.forget(name)
-            if name in saved:
-                self.cache.remember(name, saved[name].to(matrix.device))
 
 
 def _rows_of_group(group: InputGroup) -> Tensor | None:

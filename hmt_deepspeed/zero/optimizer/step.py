@@ -174,13 +174,13 @@ class ZeroStep:
             for portion in self._portions(holders, parts)
         ]
         uses = [self._uses(portion) for _, portion in portions]
-        self.bases.will_use(
-            param_state
+        pieces = [
+            unit.members[begin:end]
             for order in uses
             for unit, begin, end in order
             if isinstance(unit, Part)
-            for param_state in unit.members[begin:end]
-        )
+        ]
+        self.bases.will_use(piece[b:e] for piece in pieces for b, e in self.bases.runs(piece))
         how = self._gather_weights, self._hyper, self._numbers, step_count
         gathers = self._gathers(self.settings.gather_elements)
         updates = {

@@ -21,7 +21,7 @@ from hmt_deepspeed.planner.model.listed import ListedShape
 from hmt_deepspeed.planner.model.listed_workload import workload_of
 from hmt_deepspeed.planner.model.shapes import ModelShape, by_layer
 from hmt_deepspeed.planner.model.workload import Workload
-from hmt_deepspeed.planner.run.host import CachedBases, cached_bases
+from hmt_deepspeed.planner.run.cached_bases import CachedBases, cached_bases
 from hmt_deepspeed.planner.run.loads import static_bytes
 from hmt_deepspeed.planner.run.memory import (
     MemoryBudget,

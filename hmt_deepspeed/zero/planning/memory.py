@@ -9,10 +9,12 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.memory.available import host_memory_share
-from hmt_deepspeed.memory.basis_cache import PREFETCH, SLAB_BYTES
+from hmt_deepspeed.memory.basis_cache import SLAB_BYTES
+from hmt_deepspeed.memory.fetch_ahead import PREFETCH
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.optim.rules.stack import MOST_ALIVE
-from hmt_deepspeed.planner.run.host import CacheRoom, EngineMemory
+from hmt_deepspeed.planner.run.cached_bases import CacheRoom
+from hmt_deepspeed.planner.run.host import EngineMemory
 from hmt_deepspeed.zero.activations.swap import staging_bytes
 from hmt_deepspeed.zero.bases import cache as basis_cache
 from hmt_deepspeed.zero.bases.storage import MOST_WHOLE

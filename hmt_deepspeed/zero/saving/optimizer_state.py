@@ -83,7 +83,7 @@ def hmt_state(
         "rules": {p.name: p.assignment.layout for p in zero.param_states},
         "policy": _policy_state(zero),
         "matrices": _matrix_states(zero, take),
-        "old_bases": zero.bases.old_bases(),
+        "old_bases": zero.bases.old.state(),
         "left_moments": zero.bases.history.state(
             zero.low_rank, take, zero.settings.stage > 0 or zero.collectives.rank == 0
         ),
@@ -115,7 +115,7 @@ def _group_names(zero: ZeroState, everywhere: bool = False) -> list[list[str]]:
 def _matrix_states(zero: ZeroState, take: Callable[[Any], Any]) -> dict[str, Any]:
     states = {}
     saved = list(filter(zero.saves_states_of, zero.low_rank))
-    zero.bases.will_use(saved)
+    zero.bases.will_use([[p] for p in saved])
     for param_state in saved:
         assert param_state.matrix is not None
         with zero.bases.whole(param_state):
