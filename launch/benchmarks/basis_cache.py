@@ -57,7 +57,6 @@ def _counted(engine: Any, batches: Batches) -> Callable[[], Sample]:
 
 def basis_cache(setting: Setting) -> CaseResult:
     from hmt_deepspeed.memory.fetch_ahead import PREFETCH
-    from hmt_deepspeed.zero.bases.storage import MOST_WHOLE
 
     shape = TOY if setting.toy else SHAPE
     rank = shape.hidden // 8
@@ -79,12 +78,13 @@ def basis_cache(setting: Setting) -> CaseResult:
     result.measurements += [
         Measurement(
             f"{label}: device bytes of bases, cached / without a cache",
-            peak / held,
+            max(sample["device_bytes"] for sample in cached) / held,
             "share",
             "<=",
-            min(1.0, 2 * MOST_WHOLE / held),
-            note="those of a run in use, and the next run on its way; on top come q, k, v (gate, up) side by side while "
-            "they are multiplied, and what waits for its copy out",
+            3 * PREFETCH / shape.layers / 7,
+            note="between two steps, as in forward: one in use and two on their way, of seven a layer and of the copies "
+            "that groups of linears hold; on top come q, k, v (gate, up) side by side while they are multiplied. Inside "
+            "a step up to 128 MiB are in use, and as much is on its way: all of this model's",
         ),
         Measurement(
             f"{label}: share of the step that the host waits for bases",
