@@ -303,6 +303,8 @@ def test_the_start_table_names_rule_side_rank_and_states(described: Any) -> None
     rules = described["module_rules"][0]
     first = {row.treatment[0] for row in rules}
     assert {"adamw: module_rules 'o_proj'", "apollo", "lowrank_adamw"} <= first
+    told = {words for row in rules for words in row.treatment}
+    assert {"learning rate x 0.5", "learning rate x 2"} <= told
     assert {"6", "4..16"} <= {row.rank for row in rules}
 
 

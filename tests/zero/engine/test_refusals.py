@@ -17,6 +17,7 @@ from torch import nn
 from training import ds_config, make_engine, tiny_llama
 
 import hmt_deepspeed
+from hmt_deepspeed.zero.engine.support import has_other_rules
 
 # (changes of the JSON by dotted key, what the error must say)
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -326,3 +327,17 @@ def test_importing_patches_nothing() -> None:
     """This process has imported every room of the package."""
     assert deepspeed.DeepSpeedEngine.__module__ == "deepspeed.runtime.engine"
     assert not hasattr(torch.optim, "HMT")
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_other"),
+    [
+        ({"method": "adamw", "lr_scale": 2.0}, False),
+        ({"lr_scale": 2.0, "rank": None}, False),
+        ({"lr_scale": 2.0, "rank": 4}, True),
+    ],
+)
+def test_a_rate_of_its_own_is_no_rule_that_a_plan_has_to_know(
+    rule: dict[str, Any], is_other: bool
+) -> None:
+    assert has_other_rules({"module_rules": {"o_proj": rule}}) == is_other
