@@ -23,6 +23,7 @@ setup(
         'triton>=3.4,<4; platform_system=="Linux"',
         "accelerate>=1.1",
         "pydantic>=2.7,<3",
+        "greenlet>=3.1",  # coroutines of micro-batches, layer by layer
         "tokenizers>=0.22",
         "safetensors>=0.4.3",
         "tqdm>=4.60",

@@ -14,6 +14,7 @@ REPO = Path(__file__).resolve().parent.parent
 ALLOWED: dict[str, set[str]] = {  # room -> the other rooms it may import
     "sites": {"config"},
     "ownership": set(),
+    "interleave": set(),
     "rules": set(),  # a leaf without torch: who need not run a rule asks its row
     "config": {"rules"},  # what may be set is declared there and nowhere else
     "architectures": set(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -33,6 +33,12 @@ _PLANNED_CHUNKS = (
 )
 
 
+_PLANNED_VERTICAL = (
+    'A plan counts micro-batches one after the other (hmt.accumulation "horizontal"): write the policy out, or remove '
+    "hmt.accumulation."
+)
+
+
 def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[str, str]:
     """Of a raw block whose planner section nobody reads, or whose plan FPDT would not follow."""
     activations = block.get("activations")
@@ -40,7 +46,9 @@ def _planner_problems(block: dict[str, Any], known_bad: dict[str, str]) -> dict[
         return {}
     if isinstance(activations, dict) and activations.get("policy") == "plan":
         key = f"{BLOCK_NAME}.activations.policy"
-        return {key: f'got "plan". {_PLANNED_CHUNKS}'} if "fpdt" in block else {}
+        reason = _PLANNED_VERTICAL if block.get("accumulation") == "vertical" else None
+        reason = _PLANNED_CHUNKS if "fpdt" in block else reason
+        return {} if reason is None else {key: f'got "plan". {reason}'}
     if block.get("planner", {}) == {} or any(".planner" in key for key in known_bad):
         return {}
     if PlannerConfig.model_validate(block["planner"]) == PlannerConfig():
@@ -83,6 +91,14 @@ class HMTConfig(StrictModel):
         default_factory=BasisCacheConfig,
         description="Bases wait in host memory between their uses. The section turns this on.",
     )
+    accumulation: Literal["horizontal", "vertical"] = Field(
+        default="horizontal",
+        description="Order of the micro-batches that engine.train_batch() accumulates: one after the other, or all of them "
+        "through each layer while its weights are there (ZeRO stage 3).",
+        json_schema_extra={
+            "who": "vertical: weights in host memory or shared by ranks, and several micro-batches a step."
+        },
+    )
     snapshot: SnapshotConfig = Field(
         default_factory=SnapshotConfig,
         description="The state of training, written to a disk in the background.",
@@ -94,6 +110,8 @@ class HMTConfig(StrictModel):
             raise ValueError(_NOTHING_PLANS)
         if self.activations.is_planned and self.gives("fpdt"):
             raise ValueError(_PLANNED_CHUNKS)
+        if self.activations.is_planned and self.accumulation == "vertical":
+            raise ValueError(_PLANNED_VERTICAL)
         return self
 
     def describe_preset(self) -> str:

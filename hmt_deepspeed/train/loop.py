@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import record_function
 
 from hmt_deepspeed.report.metrics import (
@@ -210,16 +211,14 @@ class TrainingLoop:
             rows, self.group_rank, self.num_ranks, engine.train_micro_batch_size_per_gpu()
         )
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
-        for indices in micro_batches:
-            labels_here = data.count_labels(indices)
-            with record_function("forward"):
-                loss = engine(**self._inputs(data, indices)).loss
-            total += loss.detach().double() * labels_here
-            weight = labels_here * self.num_ranks * len(micro_batches) / num_labels
-            with record_function("backward"):
-                engine.backward(loss * weight)
-            with record_function("optimizer"):
-                engine.step()
+
+        def weighted(output: Any, place: int) -> Tensor:
+            labels_here = data.count_labels(micro_batches[place])
+            loss: Tensor = output.loss
+            total.add_(loss.detach().double() * labels_here)
+            return loss * (labels_here * self.num_ranks * len(micro_batches) / num_labels)
+
+        engine.train_batch((self._inputs(data, indices) for indices in micro_batches), weighted)
         dist.all_reduce(total, group=self.group)
         return float(total) / self.sharing / num_labels
 

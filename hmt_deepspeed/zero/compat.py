@@ -49,6 +49,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.base_optimizer": ("ZeROOptimizer",),
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": ("TorchCheckpointEngine",),
+    "deepspeed.runtime.dataloader": ("RepeatingLoader",),
     "deepspeed.runtime.engine": ("DeepSpeedEngine", "ZERO_OPTIMIZATION"),
     "deepspeed.runtime.fp16.loss_scaler": ("CreateLossScaler",),
     "deepspeed.runtime.swap_tensor.partitioned_param_swapper": ("PartitionedParamStatus",),

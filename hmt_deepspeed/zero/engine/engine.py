@@ -12,6 +12,7 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.zero.activations.chunked import ChunkedActivations
 from hmt_deepspeed.zero.activations.fpdt import install_fpdt, prepare_for_fpdt
 from hmt_deepspeed.zero.activations.install import Activations
+from hmt_deepspeed.zero.engine.accumulation import VerticalOrder, what_vertical_saves
 from hmt_deepspeed.zero.engine.inference import (
     IGNORED,
     check_inference_stage,
@@ -46,6 +48,7 @@ from hmt_deepspeed.zero.engine.support import (
     check_moe_layers,
     check_stock_dtypes,
     check_supported,
+    check_vertical,
     check_whole,
 )
 from hmt_deepspeed.zero.engine.tenure import Tenure, hold_weakly, weakly
@@ -81,6 +84,7 @@ class HMTEngine(TrainingEngine):
         self.hmt_activations: Activations | ChunkedActivations | None = None
         self.hmt_planner = None
         self.hmt_snapshots = None
+        self.hmt_vertical = None
         self.snapshot_client_state: Callable[[], Mapping[str, Any]] = dict
         hmt = self._read(config, parsed, keyword.get("optimizer"))
         if isinstance(keyword.get("optimizer"), HMT):
@@ -177,6 +181,10 @@ class HMTEngine(TrainingEngine):
         if hmt.gives("fpdt"):
             self.hmt_fpdt = self._fpdt(hmt)
             self._tenure.undo.callback(self.hmt_fpdt.remove)
+        if hmt.accumulation == "vertical":
+            check_vertical(self)
+            self.hmt_vertical = VerticalOrder(self.module, self.optimizer.parameter_offload)
+            self._tenure.undo.callback(self.hmt_vertical.close)
         self.hmt_metrics = StepMetrics(self)
         self._tenure.undo.callback(self.hmt_metrics.close)
         if self.global_rank == 0:
@@ -191,8 +199,15 @@ class HMTEngine(TrainingEngine):
         parts: list[Any] = [self.optimizer] if self.hmt_enabled else []
         parts += [self.hmt_activations] if self.hmt_activations is not None else []
         parts += [self.hmt_snapshots] if self.hmt_snapshots is not None else []
+        parts += [self.hmt_vertical] if self.hmt_vertical is not None else []
         for part in parts:
             print(part.describe(), flush=True)
+        if self.hmt_enabled and self.hmt_vertical is None and self.zero_optimization_stage() == 3:
+            offload = self.zero_offload_param()
+            is_away = offload is not None and offload.device != OffloadDeviceEnum.none
+            travels = is_away or comm.get_world_size() > 1
+            if line := what_vertical_saves(int(self.gradient_accumulation_steps()), travels):
+                print(line, flush=True)
 
     def _fpdt(self, hmt: HMTConfig) -> Installation:
         fpdt = hmt.fpdt

@@ -199,6 +199,26 @@ def check_moe_layers(model: nn.Module, hmt: HMTConfig, options: dict[str, Any], 
             )
 
 
+def check_vertical(engine: Any) -> None:
+    """Refuse vertical accumulation where it gains nothing, or is not known.
+
+    Raises:
+        ValueError: weights are whole on every rank, or on an SSD.
+    """
+    given = 'hmt.accumulation is "vertical"'
+    if engine.zero_optimization_stage() != 3:
+        raise ValueError(
+            f"{given}, but at zero_optimization.stage {engine.zero_optimization_stage()} every rank has all weights, which "
+            'travel once a step in any order; legal is "horizontal". Remove the key, or use stage 3.'
+        )
+    offload = engine.zero_offload_param()
+    if offload is not None and offload.device == OffloadDeviceEnum.nvme:
+        raise ValueError(
+            f'{given}, but zero_optimization.offload_param.device is "nvme"; legal beside it: "cpu" and "none". Buffers of '
+            "DeepSpeed's hold no whole layer. Change the device, or remove the key."
+        )
+
+
 def check_engine(engine: Any) -> None:
     """Refuse what shows only once the engine has looked at the model and the process groups.
 

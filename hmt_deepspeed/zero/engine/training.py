@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
 import torch
+from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import Tensor
+from torch.profiler import record_function
 
+from hmt_deepspeed.zero.engine.accumulation import (
+    Call,
+    VerticalOrder,
+    arguments_of,
+    next_batches,
+    output_loss,
+)
 from hmt_deepspeed.zero.engine.checkpoints import CheckpointingEngine
 from hmt_deepspeed.zero.planning.planner import RunPlanner
 from hmt_deepspeed.zero.saving.snapshot import Snapshots
@@ -23,7 +32,9 @@ class TrainingEngine(CheckpointingEngine):
 
     hmt_planner: RunPlanner | None
     hmt_snapshots: Snapshots | None
+    hmt_vertical: VerticalOrder | None
     _skipped_steps = 0
+    _own_batches: Iterator[Any] | None = None  # of the engine's training data
     _num_open_modules: int  # of forwards that had begun when the engine was built
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -43,6 +54,76 @@ class TrainingEngine(CheckpointingEngine):
         output = super().forward(*inputs, **kwargs)
         self.hmt_planner.end_forward()
         return output
+
+    def train_batch(
+        self,
+        data_iter: Iterable[Any] | None = None,
+        loss_of: Callable[[Any, int], Tensor] = output_loss,
+    ) -> Tensor:
+        """One optimizer step, of the next ``gradient_accumulation_steps`` micro-batches, in the order that
+        ``hmt.accumulation`` says.
+
+        Args:
+            data_iter: of micro-batches: mappings of the model's arguments, tuples of them, or the first one; None:
+                the engine's ``training_data``, over and over.
+            loss_of: gives the loss by the model's output and the micro-batch's place in the step.
+
+        Returns:
+            The mean loss of the micro-batches on this rank, (), without grad.
+
+        Raises:
+            StopIteration: too few micro-batches are left.
+            ValueError: neither a ``data_iter`` nor training data.
+        """
+        number = int(self.gradient_accumulation_steps())
+        batches = next_batches(self._training_batches(data_iter), number)
+        calls = [arguments_of(batch, self.device) for batch in batches]
+        if self.hmt_vertical is None:
+            losses = [self._take(call, place, loss_of) for place, call in enumerate(calls)]
+            return torch.stack(losses).mean()
+        with self.hmt_vertical.step(), self._ends_step(number):
+            with record_function("forward"):
+                outputs = self(calls)
+            found = torch.stack([loss_of(output, place) for place, output in enumerate(outputs)])
+            del outputs
+            with record_function("backward"):
+                self.backward(found.sum())
+        with record_function("optimizer"):
+            self.step()
+        return found.detach().mean()
+
+    @contextmanager
+    def _ends_step(self, number: int) -> Iterator[None]:
+        """One forward and backward, of ``number`` micro-batches, ends the step."""
+        self.micro_steps += number - 1
+        try:
+            yield
+        except BaseException:
+            self.micro_steps -= number - 1
+            raise
+
+    def _take(self, call: Call, place: int, loss_of: Callable[[Any, int], Tensor]) -> Tensor:
+        """Forward, backward and step of one micro-batch."""
+        args, named = call
+        with record_function("forward"):
+            loss = loss_of(self(*args, **named), place)
+        with record_function("backward"):
+            self.backward(loss)
+        with record_function("optimizer"):
+            self.step()
+        return loss.detach()
+
+    def _training_batches(self, data_iter: Iterable[Any] | None) -> Iterable[Any]:
+        if data_iter is not None:
+            return data_iter
+        if self.training_dataloader is None:
+            raise ValueError(
+                "train_batch() without a data_iter takes the engine's training data, and there is none. Hand it an iterator "
+                "of micro-batches, or give initialize() training_data."
+            )
+        if self._own_batches is None:
+            self._own_batches = iter(RepeatingLoader(self.training_dataloader))
+        return self._own_batches
 
     def _refine_include_states(self, include: Any) -> Any:
         """All that is asked for: ``offload_optimizer``, by which DeepSpeed takes some away, keeps low-rank states

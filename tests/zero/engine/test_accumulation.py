@@ -1,0 +1,214 @@
+"""Vertical accumulation: the same run as horizontal, with weights that are gathered twice a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from training import (
+    assert_same,
+    ds_config,
+    make_engine,
+    mean_over_ranks,
+    micro_batches,
+    result,
+    tiny_llama,
+    tiny_mixtral,
+)
+
+import hmt_deepspeed
+
+
+def config_with(order: str, gas: int, options: dict[str, Any] | None = None, **changes: Any) -> Any:
+    config = ds_config(3, options, gas=gas, **changes)
+    # Nothing stays on the device that is not in use.
+    config["zero_optimization"] |= {
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+    }
+    config["hmt"]["accumulation"] = order
+    return config
+
+
+def batches(engine: Any, step: int) -> Iterator[dict[str, Any]]:
+    """Of a step; the second of three is shorter by a token than the others."""
+    for place, rows in enumerate(micro_batches(engine, step)):
+        tokens = rows[:, : rows.shape[1] - (place == 1)]
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def train(engine: Any, steps: int) -> list[float]:
+    return [
+        mean_over_ranks(engine.train_batch(batches(engine, step)).item()) for step in range(steps)
+    ]
+
+
+EXACT = {
+    "embedding": "keep",
+    "attention_qkv": "recompute",
+    "attention_output": "keep",
+    "mlp_intermediate": "recompute",
+    "residual": "swap_host",
+    "lm_head": "keep",
+}
+MODELS = {"llama": lambda: tiny_llama(3, use_cache=False), "mixtral": tiny_mixtral}
+
+
+def both_orders(kind: str, gas: int, checkpointing: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Five steps in each order, and how often a layer was gathered in the last of them."""
+    found: dict[str, Any] = {}
+    for order in ("horizontal", "vertical"):
+        model: Any = MODELS[kind]()
+        config = config_with(order, gas, **changes)
+        if checkpointing == "hmt":
+            config["hmt"]["activations"] = {"policy": EXACT}
+        elif checkpointing == "torch":
+            model.gradient_checkpointing_enable()
+        engine = make_engine(config, model)
+        losses = train(engine, 4)
+        gathers = counted_gathers(model)
+        losses += train(engine, 1)
+        inner = {id(param) for param in model.model.layers[1].parameters()}
+        found[order] = result(engine, losses)
+        found[f"{order} gathers"] = max(gathers[key] for key in inner)
+        engine.destroy()
+    return found
+
+
+def counted_gathers(model: Any) -> Counter[int]:
+    """How often each parameter will be gathered."""
+    counts: Counter[int] = Counter()
+    for param in model.parameters():
+        gather = param.all_gather_coalesced
+
+        def counting(params: Any, *args: Any, gather: Any = gather, **named: Any) -> Any:
+            counts.update(map(id, params))
+            return gather(params, *args, **named)
+
+        param.all_gather_coalesced = counting
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "gas", "checkpointing", "changes"),
+    [
+        ("llama", 1, 3, "torch", {"zero_optimization": {"offload_param": {"device": "cpu"}}}),
+        ("llama", 2, 3, "hmt", {}),
+        ("mixtral", 1, 2, "none", {}),
+    ],
+)
+def test_the_same_run(
+    ranks: Ranks, kind: str, world: int, gas: int, checkpointing: str, changes: dict[str, Any]
+) -> None:
+    for found in ranks.run(both_orders, world, kind, gas, checkpointing, changes):
+        assert_same(found["horizontal"], found["vertical"])
+        assert found["horizontal gathers"] >= 2 * gas  # of a checkpointed layer 3
+        assert found["vertical gathers"] == 2
+
+
+def norms_in_bf16(order: str) -> list[float]:
+    """Gradient norms of a step and of one by hand, neither of which changes the weights."""
+    wide = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+    changes: dict[str, Any] = {"bf16": {"enabled": True}, **wide}
+    config = config_with(order, 3, {"method": "adamw"}, **changes)
+    config["optimizer"]["params"]["lr"] = 0.0
+    engine = make_engine(config, tiny_llama(1))
+    train(engine, 1)
+    norms = [float(engine.get_global_grad_norm())]
+    for batch in batches(engine, 1):
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    return [*norms, float(engine.get_global_grad_norm())]
+
+
+def test_gradients_of_several_uses_are_summed_in_fp32(ranks: Ranks) -> None:
+    (expected,) = ranks.run(norms_in_bf16, 1, "horizontal")
+    (found,) = ranks.run(norms_in_bf16, 1, "vertical")
+    # The same numbers in bf16, in another order: rounding each sum to bf16 costs 1e-3.
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def ordinary_calls() -> dict[str, Any]:
+    """Steps by hand, and an evaluation, of an engine that accumulates vertically; then one after an error."""
+    found = {}
+    for order in ("horizontal", "vertical"):
+        engine = make_engine(config_with(order, 3), tiny_llama(2, use_cache=False))
+        losses = []
+        for step in range(3):
+            for batch in batches(engine, step):
+                loss = engine(**batch).loss
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+        with torch.no_grad():
+            losses.append(engine(**next(batches(engine, 0))).loss.item())
+        bad = [*batches(engine, 3)]
+        bad[1] = {"input_ids": bad[1]["input_ids"] + 10**6}
+        if order == "vertical":
+            with pytest.raises(IndexError):
+                engine.train_batch(bad)
+            engine.zero_grad()
+        losses += train(engine, 2)
+        found[order] = result(engine, losses)
+        engine.destroy()
+    return found
+
+
+def test_calls_by_hand_take_micro_batches_one_by_one(ranks: Ranks) -> None:
+    for found in ranks.run(ordinary_calls, 1):
+        assert_same(found["horizontal"], found["vertical"])
+
+
+def refused(changes: dict[str, Any], model: Any = None) -> str:
+    """The error of an engine that would accumulate vertically."""
+    config = config_with("vertical", 1)
+    config["zero_optimization"] |= changes.pop("zero_optimization", {})
+    config |= changes
+    with pytest.raises(ValueError, match="vertical") as error:
+        make_engine(config, tiny_llama(1) if model is None else model)
+    return str(error.value)
+
+
+def refusals() -> list[str]:
+    nvme = {"offload_param": {"device": "nvme", "nvme_path": "/tmp"}, "stage": 3}
+    return [
+        refused({"zero_optimization": {"stage": 2}}),
+        refused({"zero_optimization": nvme, "bf16": {"enabled": True}}),
+        refused({}, torch.nn.Sequential(torch.nn.Linear(8, 8))),
+    ]
+
+
+def test_refusals_say_what_is_legal(ranks: Ranks) -> None:
+    ((stage, nvme, plain),) = ranks.run(refusals, 1)
+    assert "zero_optimization.stage 2" in stage
+    assert '"nvme"' in nvme
+    assert "nn.ModuleList" in plain
+    for message in (stage, nvme, plain):
+        assert '"horizontal"' in message or '"cpu"' in message
+
+
+def own_data() -> tuple[float, str]:
+    """The mean loss of a step on the engine's own data; what an engine without any says."""
+    model = tiny_llama(1, use_cache=False)
+    tokens = torch.arange(16).expand(8, 16) % 61
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    config = config_with("vertical", 2)
+    engine, _, loader, _ = hmt_deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, training_data=rows
+    )
+    assert loader is not None
+    losses = [engine.train_batch().item() for _ in range(3)]  # 12 rows each, of 8
+    engine.training_dataloader = None
+    with pytest.raises(ValueError, match="data_iter") as error:
+        engine.train_batch()
+    return losses[0] - losses[-1], str(error.value)
+
+
+def test_train_batch_takes_the_engines_own_data(ranks: Ranks) -> None:
+    ((gain, message),) = ranks.run(own_data, 1)
+    assert gain > 0
+    assert "training_data" in message
