@@ -300,6 +300,40 @@ def optimizer_step(setting: Setting) -> CaseResult:
     return result
 
 
+# -- Muon -------------------------------------------------------------------------------------------
+
+
+def muon_step(setting: Setting) -> CaseResult:
+    """Whole and optimizer steps of Muon beside low-rank AdamW's, at one rank."""
+    shape = TOY if setting.toy else SMALL
+    options = alternating_options(shape, RANK)
+    result = CaseResult(_settings([shape]))
+    engines = {
+        method: hmt_engine(shape, setting.dtype, {**options, "method": method})
+        for method in ("lowrank_adamw", "muon")
+    }
+    contenders = {
+        method: EngineStep(engine, Batches(shape, setting.device))
+        for method, engine in engines.items()
+    }
+    rounds = setting.rounds_or(2 * LAYER_ROUNDS)
+    samples = interleave(contenders, rounds, warmup=STEADY_AFTER)
+    result.samples = dict(samples)
+    adamw, muon = (ordinary(samples[method]) for method in engines)
+    for key, label, most in (("seconds", "time", 1.05), ("step", "optimizer's step", None)):
+        mine, theirs = column(muon, key), column(adamw, key)
+        result.measurements.append(
+            Measurement(
+                f"{shape.label}: {label} of Muon / low-rank AdamW, ordinary steps",
+                median_of(muon, key) / median_of(adamw, key),
+                "x",
+                *(("<=", most) if most else ()),
+                spread=paired_spread(mine, theirs),
+            )
+        )
+    return result
+
+
 # -- refresh ----------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ bare    1     full_residual          304          1        416       1666       
 bare    1     no_residual            160          0        292       1765          0          2         15          0          0
 bare    1     random                 239          0        292        301          0          0          0          0          0
 bare    1     factored               250          0        380       1898          0          2         15          0          0
-bare    1     muon                   364          0        462       1850          0          2         15          0          0
+bare    1     muon                   325          0        423       1811          0          2         15          0          0
 bare    1     apollo                 149          0        148        221          0          0          0          0          0
 bare    1     apollo_mini            229          0        229        295          0          0          0          0          0
 bare    1     adamw                   19          3         19        106          0          0          0          0          0

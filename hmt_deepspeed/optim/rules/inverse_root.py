@@ -26,7 +26,7 @@ Quintic = tuple[float, float, float]
 
 
 def inverse_root(gram: Tensor, floor: float = FLOOR) -> Tensor:
-    """``(S + floor |S|_F I)^(-1/2)`` of each matrix of a batch; zeros of a matrix of zeros.
+    """``(S + floor |S|_F I)^(-1/2)`` of each matrix of a batch; finite of a matrix of zeros.
 
     Call it where products of fp32 are exact to fp32 (:func:`hmt_deepspeed.kernels.precision.fp32_products`).
 
@@ -37,22 +37,28 @@ def inverse_root(gram: Tensor, floor: float = FLOOR) -> Tensor:
         B x r x r, symmetric up to rounding. Against an eigendecomposition in fp64 it errs as fp32's own does, by
         rounding over ``floor`` in the directions of the smallest eigenvalues.
     """
-    size = torch.linalg.matrix_norm(gram, keepdim=True)
-    is_there = size > 0
-    whole = torch.where(is_there, size, 1.0) * (1 + floor)  # no eigenvalue is larger
-    square = gram / whole
+    # the largest entry, which is of the diagonal: squares of what is divided by it are neither too large nor too small
+    top = gram.diagonal(dim1=1, dim2=2).amax(dim=1).clamp_min_(torch.finfo(gram.dtype).tiny)
+    square = gram / top.view(-1, 1, 1)
+    # no eigenvalue is larger; a norm below 1 is that of zeros
+    whole = torch.linalg.matrix_norm(square).clamp_min_(0.5).mul_(1 + floor)
+    square /= whole.view(-1, 1, 1)
     square.diagonal(dim1=1, dim2=2).add_(floor / (1 + floor))
     root: Tensor | None = None
     steps = quintics(sqrt(floor / (1 + floor)))
     for number, (first, third, fifth) in enumerate(steps):
-        factor = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
-        factor.diagonal(dim1=1, dim2=2).add_(first)
-        root = factor if root is None else root @ factor
+        rest = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
+        # F S F of F = first I + rest, from both sides: else what rounding has made unequal grows
         if number + 1 < len(steps):
-            square = factor @ square @ factor
-            square = torch.lerp(square, square.mT, 0.5)  # what rounding has made unequal grows
+            half = torch.baddbmm(square, square, rest, beta=first)
+            square = torch.baddbmm(half, rest, half, beta=first)
+        if root is None:
+            root = rest
+            root.diagonal(dim1=1, dim2=2).add_(first)
+        else:
+            root = torch.baddbmm(root, root, rest, beta=first)
     assert root is not None
-    return root * torch.where(is_there, whole.rsqrt(), 0.0)
+    return root * (top * whole).rsqrt_().view(-1, 1, 1)
 
 
 @cache

@@ -191,15 +191,15 @@ class MuonStack(ResidualStack):
             root: ``sqrt(m) (N^T N)^(-1/2)``, B x r x r.
         """
         direction, residual = update[..., : self.rank], update[..., self.rank :]
-        direction.copy_(direction @ root)
-        squares, means = _row_norms(direction).square_(), self[f"{ROW_SQUARES}.data"].squeeze(2)
+        turned, means = direction @ root, self[f"{ROW_SQUARES}.data"].squeeze(2)
+        squares = _row_norms(turned).square_()
         share = (self.shared("taken") * (1 - self.betas[1])).unsqueeze(1)
         means.lerp_(squares / self.rank, share)
         weights = means.clamp_min(TINY).rsqrt()
-        direction *= weights.unsqueeze(2)
+        torch.mul(turned, weights.unsqueeze(2), out=direction)
         moved = squares * weights.square()
         outside = self._residual(direction, residual, moved)
-        return torch.stack([rows[:, counted].sum(dim=1) for rows in (squares, moved, outside)], 1)
+        return torch.stack((squares, moved, outside), dim=1)[..., counted].sum(dim=2)
 
     def _residual(self, direction: Tensor, residual: Tensor, moved: Tensor) -> Tensor:
         """``c phi S`` in the place of ``S``, or what :meth:`changed` takes of whole rows; squared norms of its rows."""
