@@ -184,6 +184,14 @@ def test_bytes_held_by_activations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_muon_step(tmp_path: Path) -> None:
+    case = toy_case("muon_step", tmp_path)
+    check_fields(case)
+    assert value(case, "time of Muon / low-rank AdamW") > 0
+    assert len(case["samples"]["muon"]) == len(case["samples"]["lowrank_adamw"]) == 28
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step_time", "gradient_error", "main_job", "python_time"])
 def test_other_cases_of_activations(name: str, tmp_path: Path) -> None:
     check_fields(toy_case(name, tmp_path, "activations"))

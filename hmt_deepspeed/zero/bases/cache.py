@@ -8,7 +8,7 @@ from hmt_deepspeed.memory.basis_cache import BasisCache
 from hmt_deepspeed.memory.transfer import TransferEngine
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
 from hmt_deepspeed.report.metrics import format_bytes
-from hmt_deepspeed.rules import methods, rule_of
+from hmt_deepspeed.rules import RULES
 from hmt_deepspeed.zero.bases.storage import BasisStorage
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.settings import CacheSettings
@@ -78,8 +78,9 @@ def check_cache(settings: CacheSettings, param_states: Sequence[ParamState]) -> 
 
 
 def _without_bases() -> str:
-    """Methods that have none whatever else is set."""
-    *first, last = (name for name in methods() if rule_of(name).bases != "found")
+    """What has none whatever else is set."""
+    asked = (next(iter(r.asked_by.items())) for r in RULES.values() if r.bases != "found")
+    *first, last = (f'"{field}": "{value}"' for field, value in asked)
     return f"{', '.join(first)} and {last}"
 
 

@@ -224,6 +224,7 @@ def messages() -> dict[str, str]:
     found = {}
     for name, mode in {
         "adamw": {"method": "adamw"},
+        "muon": {"method": "muon", "rank": "full"},
         "random": MODES["random"],
         "full residual": MODES["full residual"],
         "nothing older": {"projection": "two_sided", "rank": 8},
@@ -236,6 +237,7 @@ def messages() -> dict[str, str]:
 
 def test_a_cache_that_nothing_could_use_is_refused(ranks: Ranks) -> None:
     found = ranks.run(messages, 1)[0]
-    for name in ("adamw", "random", "full residual"):
+    for name in ("adamw", "muon", "random", "full residual"):
         assert "Remove the section" in found[name]
+    assert '"rank": "full", "method": "apollo"' in found["muon"]
     assert "history is 1" in found["nothing older"]
