@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hmt_deepspeed.fpdt.gradients import Around
+from hmt_deepspeed.fpdt.head_loss import HeadLoss, replace, why_not
 from hmt_deepspeed.interleave import Interleaver, largest_list
 from hmt_deepspeed.zero.weights.residency import hold, let_go
 
@@ -29,16 +31,21 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 class VerticalOrder:
     """Forwards of all micro-batches of a step at once, layer by layer, at stage 3.
 
-    A layer's weights are gathered once in forward and once in backward, and stay while any micro-batch needs them.
+    A layer's weights are gathered once in forward and once in backward, and stay while any micro-batch needs them; so do
+    those of the embedding and of the head, whose logits are made in chunks, once in forward and again in backward.
 
     Args:
         model: of the engine, its parameters in parts. parameter_offload: DeepSpeed's ZeRO-3 hooks.
+        has_own_loss: the model's forward takes the loss in chunks already (``hmt.fpdt``).
+        around_backward: entered for the time of the head's backward.
 
     Raises:
         ValueError: a model without a list of layers; a torch that cannot sum gradients wider than weights.
     """
 
-    def __init__(self, model: nn.Module, parameter_offload: Any) -> None:
+    def __init__(
+        self, model: Any, parameter_offload: Any, has_own_loss: bool, around_backward: Around
+    ) -> None:
         self._layers = largest_list(model, lambda param: int(getattr(param, "ds_numel", 0)))
         if not self._layers:
             raise ValueError(
@@ -52,42 +59,50 @@ class VerticalOrder:
                 "sum in 16 bits too. Use a torch that has Tensor.grad_dtype (2.10), or remove the key."
             )
         self._model = model
+        self._why_not = "" if has_own_loss else why_not(model)
+        self._loss: HeadLoss | None = None
+        if not has_own_loss and not self._why_not:
+            self._loss = HeadLoss(model, around_backward)
         coordinator = parameter_offload.get_param_coordinator
+        ends = (
+            getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")
+        )
         self._interleaver = Interleaver(
-            self._layers, hold, lambda layer: let_go(layer, coordinator())
+            [*self._layers, *(end for end in ends if end is not None)],
+            hold,
+            lambda layer: let_go(layer, coordinator()),
         )
 
     def describe(self) -> str:
         """A line of the start."""
-        return (
+        line = (
             f"hmt: train_batch() takes all micro-batches of a step through each of {len(self._layers)} layers while its "
             "weights are there, which come twice a step"
         )
+        if self._why_not:
+            line += f"; logits of all of them wait for backward, for {self._why_not}"
+        return line
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around forward and backward of a step: the model's forward takes a list of :data:`Call` and returns a list of
         outputs; gradients of several uses of a weight are summed in fp32."""
-        model = self._model
+        model, loss = self._model, self._loss
         one = model.forward
-        known = vars(model).get("forward")
+        call = one if loss is None else partial(loss.call, one)
 
         def all_of(calls: Sequence[Call]) -> list[Any]:
-            return self._interleaver.run([partial(one, *args, **named) for args, named in calls])
+            return self._interleaver.run([partial(call, *args, **named) for args, named in calls])
 
-        model.forward = all_of
-        for param in self._narrow:
-            param.grad_dtype = torch.float32
-        try:
-            yield
-        finally:
-            self._interleaver.end_backward()
+        with ExitStack() as undo:
+            undo.callback(self._interleaver.end_backward)
+            if loss is not None:
+                undo.enter_context(loss.installed())
+            replace(model, "forward", all_of, undo)
             for param in self._narrow:
-                param.grad_dtype = param.dtype
-            if known is None:
-                del model.forward
-            else:
-                model.forward = known
+                param.grad_dtype = torch.float32
+                undo.callback(setattr, param, "grad_dtype", param.dtype)
+            yield
 
     def close(self) -> None:
         """Take the hooks off the model. Idempotent."""

@@ -183,7 +183,12 @@ class HMTEngine(TrainingEngine):
             self._tenure.undo.callback(self.hmt_fpdt.remove)
         if hmt.accumulation == "vertical":
             check_vertical(self)
-            self.hmt_vertical = VerticalOrder(self.module, self.optimizer.parameter_offload)
+            self.hmt_vertical = VerticalOrder(
+                self.module,
+                self.optimizer.parameter_offload,
+                self.hmt_fpdt is not None,
+                self.optimizer.zero.bases.gathered_once,
+            )
             self._tenure.undo.callback(self.hmt_vertical.close)
         self.hmt_metrics = StepMetrics(self)
         self._tenure.undo.callback(self.hmt_metrics.close)

@@ -217,6 +217,13 @@ def check_vertical(engine: Any) -> None:
             f'{given}, but zero_optimization.offload_param.device is "nvme"; legal beside it: "cpu" and "none". Buffers of '
             "DeepSpeed's hold no whole layer. Change the device, or remove the key."
         )
+    held = engine.hmt_activations
+    head = None if held is None or engine.hmt_fpdt is not None else held.policy["lm_head"]
+    if head in ("int8", "fp8"):
+        raise ValueError(
+            f'hmt.activations.policy.lm_head is "{head}" and {given}, whose head computes in chunks; legal beside it: '
+            '"keep", "swap_host" and "swap_ssd".'
+        )
 
 
 def check_engine(engine: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import Ranks
 from training import (
+    VOCAB,
     assert_same,
     ds_config,
     make_engine,
@@ -178,17 +179,21 @@ def refusals() -> list[str]:
     return [
         refused({"zero_optimization": {"stage": 2}}),
         refused({"zero_optimization": nvme, "bf16": {"enabled": True}}),
+        refused(
+            {"hmt": {"accumulation": "vertical", "activations": {"policy": {"lm_head": "int8"}}}}
+        ),
         refused({}, torch.nn.Sequential(torch.nn.Linear(8, 8))),
     ]
 
 
 def test_refusals_say_what_is_legal(ranks: Ranks) -> None:
-    ((stage, nvme, plain),) = ranks.run(refusals, 1)
+    ((stage, nvme, head, plain),) = ranks.run(refusals, 1)
     assert "zero_optimization.stage 2" in stage
     assert '"nvme"' in nvme
+    assert "lm_head" in head
     assert "nn.ModuleList" in plain
-    for message in (stage, nvme, plain):
-        assert '"horizontal"' in message or '"cpu"' in message
+    for message in (stage, nvme, head, plain):
+        assert '"horizontal"' in message or '"cpu"' in message or '"keep"' in message
 
 
 def own_data() -> tuple[float, str]:
@@ -212,3 +217,32 @@ def test_train_batch_takes_the_engines_own_data(ranks: Ranks) -> None:
     ((gain, message),) = ranks.run(own_data, 1)
     assert gain > 0
     assert "training_data" in message
+
+
+def widths_held(order: str) -> tuple[list[int], bool]:
+    """Last dimensions of what forward holds for backward; whether the output has logits."""
+    engine = make_engine(config_with(order, 3), tiny_llama(2, use_cache=False))
+    widths: set[int] = set()
+    logits: list[Any] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if torch._C._current_graph_task_id() == -1:  # no backward computes it again
+            widths.add(tensor.shape[-1] if tensor.dim() > 1 else 0)
+        return tensor
+
+    def loss_of(output: Any, _: int) -> torch.Tensor:
+        logits.append(output.logits)
+        return output.loss
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        engine.train_batch(batches(engine, 0), loss_of)
+    return sorted(widths), all(one is None for one in logits)
+
+
+def test_logits_do_not_wait_for_backward(ranks: Ranks) -> None:
+    ((widths, has_none),) = ranks.run(widths_held, 1, "horizontal")
+    assert VOCAB in widths
+    assert not has_none
+    ((widths, has_none),) = ranks.run(widths_held, 1, "vertical")
+    assert VOCAB not in widths
+    assert has_none
