@@ -22,7 +22,7 @@ from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.formulas import TINY, square_norms
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix, LowRankStack
 from hmt_deepspeed.optim.rules.moments import Moments, Recalled
-from hmt_deepspeed.optim.rules.side_by_side import joined, stacked
+from hmt_deepspeed.optim.rules.side_by_side import joined
 from hmt_deepspeed.optim.rules.stack import Gradients, Stack
 
 __all__ = ["TwoSidedMatrix", "TwoSidedStack"]
@@ -36,8 +36,7 @@ class TwoSidedStack(LowRankStack):
         if self.first.redraws:
             whole = self.drawn_bases(self.shape[0], Stream.LEFT_BASIS)
             return whole[:, slice(*self.first.rows)].float()
-        found = [m.left_basis for m in self.members if isinstance(m, TwoSidedMatrix)]
-        return stacked(found).float()
+        return self["left_basis"].float()
 
     def measure(
         self, parts: Sequence[Stack], gradients: Sequence[Gradients], counted: slice
@@ -91,8 +90,8 @@ class TwoSidedStack(LowRankStack):
         if not self.limits_residual:
             return gradient.zero_(), gradient.new_zeros(gradient[:, counted].shape[:2])
         gradient[..., :rank].baddbmm_(self.left_bases(), self.shared("core"), alpha=-1)
-        gradient[..., :rank] *= self.shared("inside").view(-1, 1, 1)
-        gradient[..., rank:] *= self.shared("outside").view(-1, 1, 1)
+        gradient[..., :rank].mul_(self.shared("inside").view(-1, 1, 1))
+        gradient[..., rank:].mul_(self.shared("outside").view(-1, 1, 1))
         return gradient, torch.linalg.vector_norm(gradient[:, counted], dim=2).square_()
 
     @property
@@ -124,6 +123,10 @@ class TwoSidedMatrix(LowRankMatrix):
     def _new_states(self) -> Moments:
         shape = (self.rank, self.rank)
         return Moments(shape, self.state_dtype, self.device, self.names, self.settings.seed, True)
+
+    def paths(self) -> dict[str, str]:
+        held = {} if self.redraws else {"left_basis": "_held_left_basis"}
+        return {**super().paths(), **held}
 
     def state_bytes(self) -> int:
         held = self._held_left_basis
