@@ -64,7 +64,7 @@ class BasisCache:
         self._store = GrowingHostStore(
             engine, max_bytes, "the host memory that bases may take", slab
         )
-        self._places = Places(self._store, slab, self._reserve)
+        self._places = Places(self._store, slab)
         self._device = FetchAhead(engine, self._store, self._places)
         self._old: OrderedDict[str, _Kept] = OrderedDict()  # least recently used first
         self.held: set[str] = set()
@@ -97,7 +97,7 @@ class BasisCache:
         for layouts, flat in _side_by_side(bases):
             for name in layouts:
                 self._device.leave(name)
-            self._places.settle(layouts)
+            self._places.settle(layouts, self._reserve)
             begin = 0
             for piece in self._places.pieces(layouts):
                 end = begin + sum(layouts[name].nbytes for name in piece)

@@ -11,7 +11,11 @@ from .growing import GrowingHostStore
 from .layout import Layout
 from .pool import whole_pages
 
-__all__ = ["Home", "Places"]
+__all__ = ["Home", "Places", "Reserve"]
+
+
+# (key, bytes, of one tensor or else of several): whether there is room for it
+Reserve = Callable[[str, int, bool], bool]
 
 
 @dataclass(frozen=True)
@@ -44,17 +48,14 @@ class Places:
     """Homes of tensors in a store.
 
     Args:
-        store: of the tensors. most: bytes of those side by side, unless one has more. reserve: room in the store for
-            so many bytes under a key, of one tensor or else of several: whether there is any.
+        store: of the tensors. most: bytes of those side by side, unless one has more.
 
     Attributes:
         homes: of tensors, by name.
     """
 
-    def __init__(
-        self, store: GrowingHostStore, most: int, reserve: Callable[[str, int, bool], bool]
-    ) -> None:
-        self._store, self._most, self._reserve = store, most, reserve
+    def __init__(self, store: GrowingHostStore, most: int) -> None:
+        self._store, self._most = store, most
         self.homes: dict[str, Home] = {}
         self._blocks: dict[str, _Block] = {}  # where each is, or has room once it comes
         self._num_blocks = 0
@@ -75,9 +76,13 @@ class Places:
                 for chunk in self._chunks(dict(alike)):
                     self._neighbours.update(dict.fromkeys(chunk, chunk))
 
-    def settle(self, layouts: Mapping[str, Layout]) -> None:
+    def settle(self, layouts: Mapping[str, Layout], reserve: Reserve) -> None:
         """Have homes for tensors that are side by side elsewhere, so too if there is room for it; those without room have
-        none. What was held for them is lost."""
+        none. What was held for them is lost.
+
+        Args:
+            reserve: takes room in the store.
+        """
         sizes = {name: layout.nbytes for name, layout in layouts.items()}
         for name, nbytes in sizes.items():
             if name in self.homes and self.homes[name].layout.nbytes != nbytes:
@@ -86,12 +91,12 @@ class Places:
             if len(chunk) > 1 and len(list(self.pieces(chunk))) > 1:
                 for name in chunk:
                     self.drop(name)
-                self._take(chunk)
+                self._take(chunk, reserve)
         for name, layout in layouts.items():
             if name not in self.homes and not self._has_room(name, layout.nbytes):
-                self._take(self._neighbours_of(name, layout.nbytes))
+                self._take(self._neighbours_of(name, layout.nbytes), reserve)
                 if not self._has_room(name, layout.nbytes):
-                    self._take({name: layout.nbytes})
+                    self._take({name: layout.nbytes}, reserve)
             if self._has_room(name, layout.nbytes):
                 self._move_in(name, layout)
 
@@ -149,14 +154,14 @@ class Places:
         is_first = chunk.get(name) == nbytes and self.homes.keys().isdisjoint(chunk)
         return chunk if is_first else {name: nbytes}
 
-    def _take(self, chunk: Mapping[str, int]) -> None:
+    def _take(self, chunk: Mapping[str, int], reserve: Reserve) -> None:
         """Room for tensors side by side, if there is any; asked once of several that had none."""
         several = tuple(chunk) if len(chunk) > 1 else ()
         if several in self._apart:
             return
         block = _Block(f"block {self._num_blocks}", dict(chunk))
         self._num_blocks += 1
-        if self._reserve(block.key, block.nbytes, not several):
+        if reserve(block.key, block.nbytes, not several):
             self._blocks.update(dict.fromkeys(chunk, block))
         elif several:
             self._apart.add(several)
