@@ -20,7 +20,8 @@ from torch.autograd.function import FunctionCtx
 
 __all__ = ["Interleaver", "largest_list"]
 
-Told = Callable[[nn.Module], None]
+# Of a layer, in forward or in backward.
+Told = Callable[[nn.Module, bool], None]
 
 
 def largest_list(model: nn.Module, numel: Callable[[nn.Parameter], int]) -> list[nn.Module]:
@@ -39,7 +40,7 @@ class Interleaver:
     Args:
         layers: where calls give way; each call enters each of them once.
         begin, end: told of a layer before the first call enters it and once the last has left it, in forward and again
-            in backward.
+            in backward; the second argument says whether it is backward.
     """
 
     def __init__(self, layers: Sequence[nn.Module], begin: Told, end: Told) -> None:
@@ -82,7 +83,7 @@ class Interleaver:
     def end_backward(self) -> None:
         """After a backward: a layer whose input wanted no gradient has ended its work too."""
         for layer in self._open:
-            self._end(layer)
+            self._end(layer, True)
         self._open.clear()
         self._expected.clear()
 
@@ -118,22 +119,22 @@ class Interleaver:
     def _go_on_to(self, layer: nn.Module | None) -> None:
         before, self._inside = self._inside, layer
         if before is not None:
-            self._end(before)
+            self._end(before, False)
         if layer is not None:
-            self._begin(layer)
+            self._begin(layer, False)
 
     # -- backward ---------------------------------------------------------------------------------
 
     def _enter_backward(self, layer: nn.Module) -> None:
         if layer not in self._open:
             self._open.add(layer)
-            self._begin(layer)
+            self._begin(layer, True)
 
     def _leave_backward(self, layer: nn.Module) -> None:
         self._expected[layer] -= 1
         if not self._expected[layer] and layer in self._open:
             self._open.remove(layer)
-            self._end(layer)
+            self._end(layer, True)
 
 
 def _coroutine(call: Callable[[], Any]) -> tuple[greenlet, list[Any]]:

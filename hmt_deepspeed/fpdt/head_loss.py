@@ -118,11 +118,11 @@ class HeadLoss:
         return logits / count_of(targets, num_items_in_batch)
 
 
-def replace(module: nn.Module, name: str, value: Any, undo: ExitStack) -> None:
-    """Set an attribute of a module's own until ``undo`` closes."""
-    own = vars(module)
+def replace(thing: Any, name: str, value: Any, undo: ExitStack) -> None:
+    """Set an attribute of an object's own until ``undo`` closes."""
+    own = vars(thing)
     if name in own:
-        undo.callback(setattr, module, name, own[name])
+        undo.callback(setattr, thing, name, own[name])
     else:
         undo.callback(own.pop, name, None)
-    setattr(module, name, value)
+    setattr(thing, name, value)

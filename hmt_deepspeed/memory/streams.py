@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CudaStreams", "Direction", "Event", "Streams", "TwinStreams"]
+__all__ = ["CudaStreams", "Direction", "Event", "Streams", "TwinStreams", "streams_of"]
 
 
 class Direction(Enum):
@@ -302,3 +302,16 @@ class TwinStreams:
 
     def scrub(self, memory: Tensor) -> None:
         memory.fill_(0xFF)
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Those of a device.
+
+    Raises:
+        ValueError: none are known for it.
+    """
+    if device.type == "cuda":
+        return CudaStreams(device)
+    if device.type == "cpu":
+        return TwinStreams()
+    raise ValueError(f"no streams are known for device {device}: cpu or cuda, or hand them in")

@@ -15,7 +15,7 @@ from .counters import Counters, Way
 from .errors import TransferError
 from .layout import Layout, bytes_layout, flatten, new_like
 from .pool import Buffer, PinnedPool
-from .streams import CudaStreams, Direction, Event, Streams, TwinStreams
+from .streams import Direction, Event, Streams, streams_of
 
 __all__ = ["Arrival", "Transfer", "TransferEngine"]
 
@@ -93,7 +93,7 @@ class TransferEngine:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.streams = streams or _default_streams(device)
+        self.streams = streams or streams_of(device)
         self._counters = Counters()
         self._copying: dict[Way, deque[Event]] = {"out": deque(), "in": deque()}
         self._counting = threading.Lock()
@@ -375,14 +375,6 @@ class TransferEngine:
     def _check(self, transfer: Transfer) -> None:
         if transfer._dropped:
             raise RuntimeError(f"{transfer.name!r} was dropped and is used again")
-
-
-def _default_streams(device: torch.device) -> Streams:
-    if device.type == "cuda":
-        return CudaStreams(device)
-    if device.type == "cpu":
-        return TwinStreams()
-    raise ValueError(f"no streams are known for device {device}: cpu or cuda, or hand them in")
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from torch import Tensor
 from hmt_deepspeed.fpdt.gradients import Around
 from hmt_deepspeed.fpdt.head_loss import HeadLoss, replace, why_not
 from hmt_deepspeed.interleave import Interleaver, largest_list
-from hmt_deepspeed.zero.weights.residency import hold, let_go
+from hmt_deepspeed.memory.streams import Streams
+from hmt_deepspeed.zero.weights.layer_weights import LayerWeights
 
 __all__ = [
     "Call",
@@ -23,6 +24,8 @@ __all__ = [
     "output_loss",
     "what_vertical_saves",
 ]
+
+_AHEAD = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
 
 # Positional and named arguments of a forward.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -36,6 +39,7 @@ class VerticalOrder:
 
     Args:
         model: of the engine, its parameters in parts. parameter_offload: DeepSpeed's ZeRO-3 hooks.
+        streams: where this rank alone holds the weights, in host memory: they come by copies of our own.
         has_own_loss: the model's forward takes the loss in chunks already (``hmt.fpdt``).
         around_backward: entered for the time of the head's backward.
 
@@ -44,7 +48,12 @@ class VerticalOrder:
     """
 
     def __init__(
-        self, model: Any, parameter_offload: Any, has_own_loss: bool, around_backward: Around
+        self,
+        model: Any,
+        parameter_offload: Any,
+        streams: Streams | None,
+        has_own_loss: bool,
+        around_backward: Around,
     ) -> None:
         self._layers = largest_list(model, lambda param: int(getattr(param, "ds_numel", 0)))
         if not self._layers:
@@ -63,14 +72,16 @@ class VerticalOrder:
         self._loss: HeadLoss | None = None
         if not has_own_loss and not self._why_not:
             self._loss = HeadLoss(model, around_backward)
-        coordinator = parameter_offload.get_param_coordinator
-        ends = (
+        ends = [
             getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")
-        )
+        ]
+        modules = [one for one in (ends[0], *self._layers, ends[1]) if one is not None]
+        self._coordinator = parameter_offload.get_param_coordinator()
+        self.weights = LayerWeights(modules, self._coordinator, streams)
         self._interleaver = Interleaver(
-            [*self._layers, *(end for end in ends if end is not None)],
-            hold,
-            lambda layer: let_go(layer, coordinator()),
+            modules,
+            lambda layer, backward: self.weights.begin(layer, backward),
+            lambda layer, backward: self.weights.end(layer, backward),
         )
 
     def describe(self) -> str:
@@ -95,7 +106,9 @@ class VerticalOrder:
             return self._interleaver.run([partial(call, *args, **named) for args, named in calls])
 
         with ExitStack() as undo:
-            undo.callback(self._interleaver.end_backward)
+            undo.callback(self._end)
+            if self.weights.brings:
+                replace(self._coordinator, _AHEAD, 0, undo)  # DeepSpeed brings nothing ahead
             if loss is not None:
                 undo.enter_context(loss.installed())
             replace(model, "forward", all_of, undo)
@@ -103,6 +116,10 @@ class VerticalOrder:
                 param.grad_dtype = torch.float32
                 undo.callback(setattr, param, "grad_dtype", param.dtype)
             yield
+
+    def _end(self) -> None:
+        self._interleaver.end_backward()
+        self.weights.end_step()
 
     def close(self) -> None:
         """Take the hooks off the model. Idempotent."""

@@ -21,6 +21,7 @@ from hmt_deepspeed.config import ActivationsConfig, HMTConfig
 from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.fpdt.installation import Installation
 from hmt_deepspeed.memory.counters import in_background
+from hmt_deepspeed.memory.streams import Streams, streams_of
 from hmt_deepspeed.optim.backward.int8_linear import release
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.zero.activations.chunked import ChunkedActivations
@@ -186,6 +187,7 @@ class HMTEngine(TrainingEngine):
             self.hmt_vertical = VerticalOrder(
                 self.module,
                 self.optimizer.parameter_offload,
+                self._weight_streams(),
                 self.hmt_fpdt is not None,
                 self.optimizer.zero.bases.gathered_once,
             )
@@ -194,6 +196,16 @@ class HMTEngine(TrainingEngine):
         self._tenure.undo.callback(self.hmt_metrics.close)
         if self.global_rank == 0:
             self._print_start(hmt)
+
+    def _weights_are_away(self) -> bool:
+        """Whether weights wait in host memory or on an SSD."""
+        offload = self.zero_offload_param()
+        return offload is not None and offload.device != OffloadDeviceEnum.none
+
+    def _weight_streams(self) -> Streams | None:
+        """For copies of weights that this rank alone holds, in host memory."""
+        alone = comm.get_world_size() == 1
+        return streams_of(self.device) if alone and self._weights_are_away() else None
 
     def _print_start(self, hmt: HMTConfig) -> None:
         """The tables of the start."""
@@ -208,9 +220,7 @@ class HMTEngine(TrainingEngine):
         for part in parts:
             print(part.describe(), flush=True)
         if self.hmt_enabled and self.hmt_vertical is None and self.zero_optimization_stage() == 3:
-            offload = self.zero_offload_param()
-            is_away = offload is not None and offload.device != OffloadDeviceEnum.none
-            travels = is_away or comm.get_world_size() > 1
+            travels = self._weights_are_away() or comm.get_world_size() > 1
             if line := what_vertical_saves(int(self.gradient_accumulation_steps()), travels):
                 print(line, flush=True)
 

@@ -25,8 +25,6 @@ from hmt_deepspeed.kernels.backward import is_transformed
 
 __all__ = [
     "detach_coordinator",
-    "hold",
-    "let_go",
     "on_ssd",
     "prepare_for_ssd",
     "refuse_transforms",
@@ -101,25 +99,6 @@ def refuse_transforms(*_: object) -> None:
             "the model is called by a transform of torch.func or under forward-mode AD, but zero_optimization.stage "
             "is 3, whose hooks on modules have a backward alone. Legal for transforms: stages 0, 1 and 2."
         )
-
-
-# Among the modules that DeepSpeed notes as users of a parameter, by number: nothing with a user is released.
-_HELD = -1
-
-
-def hold(layer: nn.Module) -> None:
-    """Keep the parameters of a layer on the device from when they are gathered next, see :func:`let_go`."""
-    for param in layer.parameters():
-        param.ds_active_sub_modules.add(_HELD)  # type: ignore[attr-defined]
-
-
-def let_go(layer: nn.Module, coordinator: Any) -> None:
-    """End :func:`hold`: release what no module is using, as the coordinator does after a use."""
-    release = coordinator._PartitionedParameterCoordinator__release_param
-    for param in layer.parameters():
-        param.ds_active_sub_modules.discard(_HELD)  # type: ignore[attr-defined]
-        if not param.ds_persist and not param.is_external_param:  # type: ignore[attr-defined]
-            release(param)
 
 
 # What DeepSpeedZeRoOffload puts on modules and leaves there; ``_external_params`` may be the user's.
