@@ -52,6 +52,28 @@ def train_tokens(model, optimizer, steps):
     return losses
 
 
+@pytest.mark.parametrize("finder", ["randomized", "random"])
+def test_a_module_rule_leaves_out_the_basis(finder):
+    """Also where nothing of what the others say of bases means anything to it."""
+    model = Tiny()
+    rules = {
+        "embed": {"method": "muon", "rank": "full"},
+        r"\.up\.": {"method": "muon", "rank": "full"},
+    }
+    others = {"rank": 4, "range_finder": finder, "update_interval": 2, "residual": "none"}
+    optimizer = HMT(model, lr=1e-2, module_rules=rules, **others)
+    losses = train_tokens(model, optimizer, 12)
+    assert losses[-1] < losses[0]
+    for name, matrix in optimizer.matrices.items():
+        whole = name in ("embed.weight", "mlp.up.weight")
+        assert (matrix.basis is None) == whole
+        assert matrix.rank == (16 if whole else 4)
+        assert matrix.shape[0] >= matrix.shape[1] or not whole
+    slots = optimizer.state_dict()["state"].values()
+    times = [s["num_refreshes"] for s in slots if s.get("rule") == "muon, full rank"]
+    assert times == [0, 0]
+
+
 def test_the_first_match_decides_before_every_other_pattern():
     model = Tiny()
     optimizer = HMT(model, rank=8, update_interval=10, module_rules=RULES)
