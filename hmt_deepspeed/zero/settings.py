@@ -84,6 +84,7 @@ class ZeroSettings:
         scale: factors that make a sum a mean.
         host: offload of masters and dense states to host memory, else None.
         cache: cache of bases in host memory, else None.
+        weights_on_host: parameters of stage 3 wait in host memory.
     """
 
     stage: int
@@ -100,6 +101,7 @@ class ZeroSettings:
     scale: ReductionScale
     host: HostSettings | None = None
     cache: CacheSettings | None = None
+    weights_on_host: bool = False
 
     @property
     def may_clip_or_skip(self) -> bool:

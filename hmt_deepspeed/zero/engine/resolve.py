@@ -90,7 +90,13 @@ def zero_settings(engine: DeepSpeedEngine, resolved: Resolved) -> ZeroSettings:
         scale=_reduction_scale(engine),
         host=host_settings(engine, resolved),
         cache=resolved.cache,
+        weights_on_host=_weights_on_host(engine, resolved.stage),
     )
+
+
+def _weights_on_host(engine: DeepSpeedEngine, stage: int) -> bool:
+    offload = engine.zero_offload_param()
+    return stage == 3 and offload is not None and offload.device == OffloadDeviceEnum.cpu
 
 
 def host_settings(engine: DeepSpeedEngine, resolved: Resolved) -> HostSettings | None:

@@ -19,9 +19,10 @@ from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.sharding.shards import RowShards, Shards
 from hmt_deepspeed.zero.sharding.transpose import rows_from_columns
 from hmt_deepspeed.zero.state import ZeroState, whole_rows
+from hmt_deepspeed.zero.weights.gather_pipeline import GatherPipeline
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.low_rank_change import Experts, LowRankChange
-from hmt_deepspeed.zero.weights.weight import GatherPipeline, Weight
+from hmt_deepspeed.zero.weights.weight import Weight
 
 __all__ = ["MatrixUpdates"]
 

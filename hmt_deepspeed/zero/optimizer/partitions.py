@@ -12,8 +12,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from hmt_deepspeed.zero.sharding.collectives import Collectives
+from hmt_deepspeed.zero.weights.gather_pipeline import GatherPipeline
 from hmt_deepspeed.zero.weights.residency import release_buffers
-from hmt_deepspeed.zero.weights.weight import GatherPipeline
 
 __all__ = ["Partitions"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -24,7 +25,7 @@ from hmt_deepspeed.zero.optimizer.parts import Part
 from hmt_deepspeed.zero.parameters.param_state import ParamState
 from hmt_deepspeed.zero.sharding.collectives import Collectives
 from hmt_deepspeed.zero.state import ZeroState
-from hmt_deepspeed.zero.weights.weight import GatherPipeline
+from hmt_deepspeed.zero.weights.gather_pipeline import GatherPipeline
 
 __all__ = ["ZeroStep"]
 
@@ -63,6 +64,10 @@ class ZeroStep:
                 self._dense[param_state.gradient.holders].append(param_state)
         self._places = {p.name: place for place, p in enumerate(in_order)}
         self.clipping = Clipping(zero, self._dense)
+        # of weights in host memory that are updated on the device
+        self._away = next(
+            (w.away for w in (p.weight for p in in_order) if w.away is not None), None
+        )
         self._unfinished: deque[ParamState] = deque()  # updates begun in host memory, in order
         # what the overflow decision has let pass may be on an SSD, and does not count yet
         self._uncommitted = False
@@ -188,6 +193,9 @@ class ZeroStep:
             for holders, gather in gathers.items()
         }
         on_device = [p for dense in self._dense.values() for p in dense if p.host is None]
+        if self._away is not None:
+            weights = (p.weight for p in chain(on_device, *pieces))
+            self._away.expect(w.param for w in weights if w.away and not w.has_master)
         self._step_dense(on_device, factor, taken, step_count)
         for (holders, portion), order in zip(portions, uses, strict=True):
             found = self._advance([u for u in portion if isinstance(u, Part)])
@@ -202,6 +210,8 @@ class ZeroStep:
             gather.finish()
         for part in parts:
             part.stack.end()
+        if self._away is not None:
+            self._away.finish()
         self.written()
         self._uncommitted = bool(self._unfinished)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
+from hmt_deepspeed.memory.streams import streams_of
 from hmt_deepspeed.optim.backward.experts import ExpertSite, expert_sites
 from hmt_deepspeed.optim.backward.int8_linear import check_encodable, encoded_weights
 from hmt_deepspeed.optim.backward.linear import can_project
@@ -35,6 +36,7 @@ from hmt_deepspeed.zero.parameters.param_state import ParamState, Placed
 from hmt_deepspeed.zero.settings import ZeroSettings
 from hmt_deepspeed.zero.sharding.parallel_experts import ParallelExperts
 from hmt_deepspeed.zero.sharding.shards import ExpertShards, RowShards, Shards, whole_shape
+from hmt_deepspeed.zero.weights.host_parts import HostParts
 from hmt_deepspeed.zero.weights.int8_weight import EncodedWeight
 from hmt_deepspeed.zero.weights.weight import Weight
 
@@ -92,6 +94,7 @@ def build_param_states(
     sites = {experts.name(name): site for name, site in expert_sites(model).items()}
     tied = tied_weights(model)
     assignments = _assignments([(name, p) for name, p, *_ in placed], options, model, experts)
+    away: HostParts | None = None
     param_states = []
     for index, (assignment, (name, param, group, holders)) in enumerate(
         zip(assignments, placed, strict=True)
@@ -129,7 +132,9 @@ def build_param_states(
                 name, param, by_weight, rank, matrix is None, keep_master, settings, worker
             )
         else:
-            weight = Weight(param, by_weight, rank, keep_master)
+            if settings.weights_on_host and away is None:
+                away = HostParts(streams_of(param.device), param.device)
+            weight = Weight(param, by_weight, rank, keep_master, away)
         if matrix is None and isinstance(weight, HostWeight):
             first, second = (HostMoment(weight.states, column) for column in MOMENTS)
             state = (first, second, torch.zeros(()))

@@ -14,12 +14,12 @@ from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round
 from hmt_deepspeed.optim.rules.apply import apply_whole_
 from hmt_deepspeed.optim.rules.dense import DenseState, SmallParameter, dense_adamw_
-from hmt_deepspeed.zero.sharding.collectives import Collectives, Work
-from hmt_deepspeed.zero.sharding.shards import RowShards, padded
+from hmt_deepspeed.zero.sharding.shards import RowShards
+from hmt_deepspeed.zero.weights.host_parts import HostParts
 from hmt_deepspeed.zero.weights.low_rank_change import LowRankChange
 from hmt_deepspeed.zero.weights.residency import on_ssd, resident
 
-__all__ = ["GatherPipeline", "Weight", "move_parameter"]
+__all__ = ["Weight", "move_parameter"]
 
 
 class Weight:
@@ -29,15 +29,24 @@ class Weight:
         param: m x n, or any shape of as many elements; of the model's dtype, at stage 3 DeepSpeed's placeholder.
         shards: which of its flat elements each rank holds. rank: this process's place in them.
         keep_master: keep fp32 values of the shard beside weights of 16 bits.
+        away: of weights that are in host memory, what brings the shard for an update; else None.
 
     Attributes:
         master: flat fp32 master of the shard; the shard itself for an fp32 model whose weights are not
             offloaded; None when the weights are their own master (bf16 with stochastic rounding).
     """
 
+    away: HostParts | None = None
+
     def __init__(
-        self, param: nn.Parameter, shards: RowShards, rank: int, keep_master: bool
+        self,
+        param: nn.Parameter,
+        shards: RowShards,
+        rank: int,
+        keep_master: bool,
+        away: HostParts | None = None,
     ) -> None:
+        self.away = away
         self.param: Any = param  # DeepSpeed adds ds_tensor to a partitioned one
         self.shards, self.rank = shards, rank
         self.partitioned = hasattr(param, "ds_tensor")
@@ -53,7 +62,8 @@ class Weight:
     def _offloaded(self) -> bool:
         if not self.partitioned:
             return False
-        return on_ssd(self.param) or bool(self.param.ds_tensor.device != self.device)
+        is_elsewhere = self.param.ds_tensor.device != self.device
+        return self.away is not None or on_ssd(self.param) or bool(is_elsewhere)
 
     @property
     def by_rows(self) -> bool:
@@ -235,12 +245,9 @@ class Weight:
             dense_adamw_(self.master, gradient, state, base, number, **hyper)
             self._write(self.master, None)  # rounds to nearest
             return
-        with self.shard() as shard:
-            values = shard.to(self.device)  # the shard itself, but for one that is offloaded
-            dense_adamw_(values, gradient, state, base, number, **hyper)
-        if self._offloaded:
-            with self.shard(overwrite=True) as shard:
-                shard.copy_(values)
+        values = self._taken()
+        dense_adamw_(values, gradient, state, base, number, **hyper)
+        self._give_back(values)
 
     def step_update(
         self, update: Tensor, scale: Tensor, lr: float | Tensor, weight_decay: float, key: Key
@@ -251,7 +258,7 @@ class Weight:
             update: fp32, rows that this rank touches x n. scale: 0-dim; where it is 0 nothing changes.
             lr, weight_decay: of this step. key: seed of stochastic rounding, a new one every step.
         """
-        values = self.master_values()
+        values = self._current()
         if values.numel():
             own = self.shards.rows_to_shard(update, self.rank)
             apply_whole_(values, own, lr, weight_decay, scale)
@@ -291,7 +298,7 @@ class Weight:
 
     def _step_rows_alone(self, change: LowRankChange) -> None:
         """Of a shard on the host, or of one that begins or ends inside a row."""
-        values = self.master_values()
+        values = self._current()
         if self.shards.aligned:
             change.apply([values.view(-1, self.shards.n)])
         else:
@@ -303,16 +310,12 @@ class Weight:
     def _step_experts_alone(self, change: LowRankChange) -> None:
         """Of experts, of a shard on the host or one that begins or ends inside a row, which is made whole for it."""
         n, (begin, end) = self.shards.n, self._range
-        with self.shard() as shard:
-            values = self.master
-            if values is None:
-                values = shard.to(self.device, copy=self._offloaded)
+        values = self._taken() if self.master is None else self.master
         rows = torch.nn.functional.pad(values, (begin % n, -end % n))
         change.apply_to_rows([rows], begin // n)
         values.copy_(rows[begin % n :][: end - begin])
         if not self._master_is_shard():
-            with self.shard(overwrite=True) as shard:
-                shard.copy_(values.to(shard.dtype))
+            self._give_back(values)
 
     @staticmethod
     def step_whole(weights: Sequence[Weight], change: LowRankChange) -> None:
@@ -327,16 +330,37 @@ class Weight:
         """Give the shard the values; without a master rounded by ``key``."""
         if self._master_is_shard():
             return
-        with self.shard(overwrite=True) as shard:
-            if self.master is not None:
+        if self.master is not None:
+            self._give_back(values)
+            return
+        assert key is not None
+        rounded = self._in_memory() if not self._offloaded else None
+        if rounded is None:
+            rounded = torch.empty_like(values, dtype=self.param.dtype)
+        stochastic_round(values, rounded, key, self._range[0])
+        self._give_back(rounded)
+
+    def _current(self) -> Tensor:
+        """fp32 values of the shard for an update, which :meth:`_write` ends: the master, or a copy."""
+        return self._taken().float() if self.master is None else self.master
+
+    def _taken(self) -> Tensor:
+        """The shard's values on the device, which :meth:`_give_back` writes: itself, but for one that is offloaded."""
+        if self.away is not None:
+            return self.away.take(self.param)[: self.num_elements]
+        with self.shard() as shard:  # lent, from an SSD
+            return shard.to(self.device, copy=self._offloaded)
+
+    def _give_back(self, values: Tensor) -> None:
+        """Give the shard these values, rounded to nearest where they are wider."""
+        if self.away is not None:
+            self.away.put(self.param, values.to(self.param.dtype))
+        elif self._offloaded:
+            with self.shard(overwrite=True) as shard:
                 # torch would convert on the host, and move more bytes
-                shard.copy_(values.to(shard.dtype) if self._offloaded else values)
-                return
-            assert key is not None
-            rounded = torch.empty_like(shard, device=self.device) if self._offloaded else shard
-            stochastic_round(values, rounded, key, self.shards.flat(self.rank)[0])
-            if self._offloaded:
-                shard.copy_(rounded)
+                shard.copy_(values.to(shard.dtype))
+        elif values.data_ptr() != (shard := self._in_memory()).data_ptr():
+            shard.copy_(values)
 
 
 def move_parameter(param: Any, place: Callable[[Tensor], Tensor]) -> None:
@@ -347,59 +371,3 @@ def move_parameter(param: Any, place: Callable[[Tensor], Tensor]) -> None:
     """
     values = param.ds_tensor if hasattr(param, "ds_tensor") else param
     values.data = place(values.data)
-
-
-class GatherPipeline:
-    """All-gathers parts of many parameters in buckets while later parts are still computed.
-
-    Args:
-        collectives: of the group.
-        bucket_elements: size of a bucket in elements over all ranks.
-    """
-
-    MAX_IN_FLIGHT = 2
-
-    def __init__(self, collectives: Collectives, bucket_elements: int) -> None:
-        self.collectives, self.bucket_elements = collectives, bucket_elements
-        self._open: dict[torch.dtype, list[tuple[Tensor, Callable[[Tensor], None]]]] = {}
-        self._in_flight: list[tuple[Work, Tensor, list[tuple[int, Callable[[Tensor], None]]]]] = []
-
-    def add(self, part: Tensor, length: int, deliver: Callable[[Tensor], None]) -> None:
-        """Queue a flat part.
-
-        Args:
-            part: 1-d, of at most ``length`` elements. length: padded length, equal on all ranks.
-            deliver: called with the gathered world x length tensor, a view of the bucket.
-        """
-        members = self._open.setdefault(part.dtype, [])
-        members.append((padded(part, length), deliver))
-        if sum(p.numel() for p, _ in members) * self.collectives.world >= self.bucket_elements:
-            self._launch(part.dtype)
-
-    def finish(self) -> None:
-        """Gather what is queued and deliver everything."""
-        for dtype in list(self._open):
-            self._launch(dtype)
-        while self._in_flight or self._open:  # a delivery may have added more
-            if not self._in_flight:
-                self._launch(next(iter(self._open)))
-            self._land()
-
-    def _launch(self, dtype: torch.dtype) -> None:
-        members = self._open.pop(dtype)
-        part = torch.cat([p for p, _ in members])
-        packed = torch.empty(
-            (self.collectives.world, part.numel()), dtype=dtype, device=part.device
-        )
-        work = self.collectives.all_gather(packed, part)
-        if len(self._in_flight) >= self.MAX_IN_FLIGHT:
-            self._land()
-        self._in_flight.append((work, packed, [(p.numel(), d) for p, d in members]))
-
-    def _land(self) -> None:
-        work, packed, members = self._in_flight.pop(0)
-        work.wait()
-        offset = 0
-        for length, deliver in members:
-            deliver(packed[:, offset : offset + length])
-            offset += length
