@@ -54,6 +54,7 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "recipe_13b_256gb_ram": 3,
     "recipe_4_cards_pcie": 2,
     "recipe_moe_80gb": 2,
+    "recipe_70b_24gb": 3,
 }
 MATRICES = {
     "hmt_adamw": 0,
@@ -64,6 +65,7 @@ MATRICES = {
     "recipe_moe_80gb": 6,  # attention's, and experts
 }
 NO_MASTERS = ("hmt_no_masters", "recipe_7b_24gb", "recipe_4_cards_pcie", "recipe_moe_80gb")
+NO_MASTERS += ("recipe_70b_24gb",)
 
 
 def tiny_mixtral() -> torch.nn.Module:

@@ -26,6 +26,7 @@ GOALS = {  # of ds_configs/recipe_NAME.json
     "13b_256gb_ram": "13B on one RTX 4090, 256 GiB of host memory",
     "4_cards_pcie": "7B on four RTX 4090",
     "moe_80gb": "Qwen3-30B-A3B on one H100 80 GB",
+    "70b_24gb": "70B on one RTX 4090, 192 GiB of host memory",
     "1m_tokens": "7B, sequences of 1,048,576 tokens, two A100 80 GB",
 }
 COLUMNS = (  # of the table, with the kinds of measurement that they show
@@ -84,8 +85,12 @@ def _answer(name: str, shape: ModelShape, machine: Machine, seq_length: int) -> 
             fixed=None if policy == "plan" else PAPER_POLICY | policy,
         )
     )
+    order = config["hmt"].get("accumulation") == "vertical"
     (answer,) = [
-        a for a in found.answers if (a.problem.setup.offload_optimizer == "cpu") == offloads
+        a
+        for a in found.answers
+        if (a.problem.setup.offload_optimizer == "cpu") == offloads
+        and a.problem.setup.vertical == order
     ]
     return answer, found.longest_sequence if found.best is answer else 0
 
@@ -133,14 +138,16 @@ def recipes(setting: Setting) -> CaseResult:
     one = named_machine("rtx4090", num_gpus=1, host_memory=64 * GIB)
     large = named_machine("rtx4090", num_gpus=1, host_memory=256 * GIB)
     four = named_machine("rtx4090", num_gpus=4, host_memory=256 * GIB)
+    roomy = named_machine("rtx4090", num_gpus=1, host_memory=192 * GIB)
     two = named_machine("a100-80g", num_gpus=2, host_memory=1024 * GIB)
     h100 = named_machine("h100", num_gpus=1, host_memory=64 * GIB)
-    small, medium = (model_shape(size, VOCABULARY) for size in ("7b", "13b"))
+    small, medium, huge = (model_shape(size, VOCABULARY) for size in ("7b", "13b", "70b"))
     asked: list[tuple[str, ModelShape, Machine, int]] = [
         ("7b_24gb", small, one, 2048),
         ("13b_256gb_ram", medium, large, 2048),
         ("4_cards_pcie", small, four, 4096),
         ("moe_80gb", _mixture(), h100, 2048),
+        ("70b_24gb", huge, roomy, 1024),
     ]
     for name, shape, machine, seq_length in asked:
         result.measurements += _planned(GOALS[name], *_answer(name, shape, machine, seq_length))

@@ -169,6 +169,8 @@ def _block(draw: Draw, nvme_path: str) -> dict[str, Any]:
     sections = [s for s in HMTConfig.model_fields if draw.random() < 0.45]
     block: dict[str, Any] = {name: {} for name in sections}
     for section in sections:
+        if f"hmt.{section}" in _FIELDS:  # a word
+            block[section] = _legal(draw, _FIELDS[f"hmt.{section}"])
         own = [key for key in _FIELDS if key.startswith(f"hmt.{section}.")]
         for key in draw.sample(own, min(draw.choice([0, 1, 2, 3, 4]), len(own))):
             value = _STRUCTURED[key](draw) if key in _STRUCTURED else _legal(draw, _FIELDS[key])

@@ -64,7 +64,7 @@ zero2   1     int8_weights           189          0        314       1671       
 zero2   1     basis_cache            198          0        323       1720          0          3         16          2          0
 zero2   1     activations            186          0        311       1668          0          2         15          2          0
 zero2   1     fpdt                   186          0        311       1668          0          2         21          2          0
-zero2   1     offload                200         14        326       1677          2          3         16          2          0
+zero2   1     offload                200         14        326       1681          2          3         16          2          0
 zero2   1     offload_adamw           20          0         20         21          2          2          2          2          0
 zero3   4     default                234          0        323        999          0          4          9          2          0
 zero3   4     right                  232          0        293        939          0          2          7          2          0

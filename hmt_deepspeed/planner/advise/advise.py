@@ -68,6 +68,7 @@ class Answer:
         setup, mode = self.problem.setup, self.mode
         parts = [f"ZeRO-{setup.zero_stage}"]
         parts += [f"weights on {setup.offload_param}"] * (setup.offload_param != "none")
+        parts += ["vertical"] * setup.vertical
         if self.is_stock:
             return ", ".join([*parts, "DeepSpeed's CPU Adam, states on nvme"])
         place = setup.offload_optimizer

@@ -48,6 +48,8 @@ def deepspeed_json(
     }
     if not answer.is_stock:
         config["hmt"] = {"optimizer": _optimizer_block(answer.mode)}
+        if setup.vertical:
+            config["hmt"]["accumulation"] = "vertical"
         if not isinstance(request.shape, ListedShape) or request.shape.is_managed:
             config["hmt"]["activations"] = _activations_block(
                 request, answer, plan, nvme_path if uses_ssd else None

@@ -98,12 +98,21 @@ def setups(request: Request) -> Iterator[RunSetup]:
                 continue
             if stage == 3 and place == "none" and not several and request.zero_stage is None:
                 continue  # on one rank stage 3 shards nothing
-            yield RunSetup(
+            setup = RunSetup(
                 ranks=request.machine.num_gpus,
                 zero_stage=stage,
                 offload_param=place,
                 accumulation=request.accumulation,
             )
+            yield from _orders(setup)
+
+
+def _orders(setup: RunSetup) -> Iterator[RunSetup]:
+    """Both orders of accumulation, where weights travel with every micro-step and the engine runs either."""
+    yield setup
+    travels = setup.zero_stage == 3 and (setup.ranks > 1 or setup.offload_param == "cpu")
+    if travels and setup.accumulation > 1 and setup.offload_param != "nvme":
+        yield replace(setup, vertical=True)
 
 
 def _stages(request: Request, usual: tuple[int, ...]) -> tuple[int, ...]:
@@ -147,7 +156,7 @@ def host_setups(request: Request) -> Iterator[RunSetup]:
     places: list[Place] = ["cpu", "nvme"] if _has_ssds(request) else ["cpu"]
     for stage, weights, states in product(_stages(request, (2, 3)), _places(request), places):
         if stage > 0 and (weights == "none" or (weights == "cpu" and stage == 3)):
-            yield RunSetup(
+            setup = RunSetup(
                 ranks=request.machine.num_gpus,
                 zero_stage=stage,
                 offload_param=weights,
@@ -156,6 +165,7 @@ def host_setups(request: Request) -> Iterator[RunSetup]:
                 overlap="forward" if stage == 3 else "none",
                 holds_gradients=True,
             )
+            yield from _orders(setup)
 
 
 def stock_setups(request: Request) -> Iterator[RunSetup]:

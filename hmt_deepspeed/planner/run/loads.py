@@ -106,7 +106,7 @@ class LayerLoad:
     Attributes:
         forward, backward: amounts. held: (gpu, host, ssd) bytes until its backward.
         working: GPU bytes needed only while it runs backward.
-        recomputed: FLOPs of its recompute, part of ``backward``.
+        recomputed: FLOPs of its recompute in one micro-step, part of ``backward``.
     """
 
     forward: Amounts
@@ -119,9 +119,9 @@ class LayerLoad:
 def phases(problem: Problem) -> tuple[Phase, ...]:
     """The phases of an iteration, of weight above 0."""
     setup, workload = problem.setup, problem.workload
-    n = setup.accumulation
+    n = setup.passes
     overheads, fetch = problem.machine.overheads, _fetch(problem)
-    forward, backward = model_work(workload)
+    forward, backward = (setup.at_once * work for work in model_work(workload))
     forward = fetch + overheads.forward * forward
     backward = fetch + overheads.backward * backward + _each_micro_step(problem)
     last = backward + _last_micro_step(problem)
@@ -205,8 +205,10 @@ def _update(problem: Problem) -> tuple[Amounts, Amounts]:
     late = _on_host(problem.offloaded.whole("low_rank"), setup)
     late += problem.machine.overheads.update * amounts(device=update_traffic(problem))
     if setup.offload_param != "none":
-        weights = updated_on_device(problem)
-        late += amounts(to_host=weights, ssd_write=weights * (setup.offload_param == "nvme"))
+        weights, on_ssd = updated_on_device(problem), setup.offload_param == "nvme"
+        late += amounts(to_host=weights, ssd_write=weights * on_ssd)
+        if problem.updates_bring_weights:
+            late += amounts(to_gpu=weights, ssd_read=weights * on_ssd)
     if setup.zero_stage in (1, 2):
         gathered = dense.returned / problem.shard
         early += amounts(network=gathered * setup.others)
@@ -249,7 +251,8 @@ def site_choices(layer: Layer | Head, choices: Choices) -> dict[str, Choice]:
 
 
 def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerLoad:
-    """Load that one of ``layer``'s layers adds when its components take ``choices``; the head counts as a layer.
+    """Load that one of ``layer``'s layers adds to a pass when its components take ``choices``; the head counts as a
+    layer.
 
     Raises:
         ValueError: see :func:`site_choices`.
@@ -287,8 +290,10 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
             kept += device
         if parts > 1:
             backward[Amount.NETWORK] += site.nbytes * (1 - 1 / parts)
+    times = setup.at_once
     if isinstance(layer, Head):
-        return LayerLoad(forward, backward, held, layer.logits_bytes + swapped, 0.0)
+        working = layer.logits_bytes + swapped
+        return LayerLoad(times * forward, times * backward, times * held, working, 0.0)
     for site in again:
         is_attention = site.name == "attention_output"
         backward[Amount.ATTENTION if is_attention else Amount.FLOPS] += site.flops
@@ -296,7 +301,7 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
     # what is kept is there already; what is swapped comes back one layer ahead
     working = max(0.0, layer.working_bytes - kept) + swapped
     working += setup.gradient_buffer_bytes + setup.refresh_bytes
-    return LayerLoad(forward, backward, held, working, recomputed)
+    return LayerLoad(times * forward, times * backward, times * held, working, recomputed)
 
 
 def _is_partitioned(site: Site, setup: RunSetup) -> bool:
@@ -318,7 +323,10 @@ def static_bytes(problem: Problem) -> dict[Memory, dict[str, float]]:
     outside = workload.parameters - sum(x.count * x.parameters for x in workload.layers)
     one_layer = max(largest, outside) / workload.parameters  # parts of the model
     two_layers = min(1.0, one_layer + largest / workload.parameters)
-    gpu: dict[str, float] = {"outside the layers": workload.shared_bytes}
+    gpu: dict[str, float] = {"outside the layers": setup.at_once * workload.shared_bytes}
+    if setup.at_once > 1:
+        stream = workload.tokens * workload.shape.hidden * workload.itemsize
+        gpu["between layers"] = float(setup.at_once * stream)
     host: dict[str, float] = {}
     ssd: dict[str, float] = {}
 

@@ -39,7 +39,7 @@ class RunSetup:
     Attributes:
         ranks: data-parallel ranks; every one runs the workload.
         zero_stage: 0 to 3. offload_param, offload_optimizer: as in DeepSpeed's JSON.
-        accumulation: micro-steps in an iteration.
+        accumulation: micro-steps in an iteration. vertical: all of them go through a layer while its weights are there.
         overlap, schedule: of the optimizer's pass when it runs on the CPU.
         redo_fraction: share of the steps whose overlapped pass is done again because the gradient was clipped
             or overflowed (``overlap: backward`` only; the other two wait for the overflow decision).
@@ -57,6 +57,7 @@ class RunSetup:
     offload_param: Place = "none"
     offload_optimizer: Place = "none"
     accumulation: int = 1
+    vertical: bool = False
     overlap: Overlap = "backward"
     schedule: Schedule = "optimised"
     redo_fraction: float = 0.0
@@ -77,6 +78,11 @@ class RunSetup:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(
                 f"zero_stage is {self.zero_stage}; legal: 0, 1, 2, 3. Give one of them."
+            )
+        if self.vertical and (self.zero_stage != 3 or self.offload_param == "nvme"):
+            raise ValueError(
+                f"vertical accumulation at zero_stage {self.zero_stage} with offload_param {self.offload_param!r}; legal: "
+                "stage 3 without nvme. Set that, or vertical false."
             )
         if not 0 <= self.redo_fraction <= 1:
             raise ValueError(
@@ -106,6 +112,16 @@ class RunSetup:
             refresh_bytes=float(temporary.refreshed_inputs),
         )
 
+    @property
+    def at_once(self) -> int:
+        """Micro-steps that one pass through the layers takes."""
+        return self.accumulation if self.vertical else 1
+
+    @property
+    def passes(self) -> int:
+        """Passes through the layers in an iteration, forward and backward each."""
+        return self.accumulation // self.at_once
+
     def shard(self, stage: int) -> float:
         """The part of a state that a rank holds if ZeRO shards it from ``stage`` on."""
         return 1 / self.ranks if self.zero_stage >= stage else 1.0
@@ -124,6 +140,7 @@ class Problem:
         total: bytes of the whole model's states. of_rank: of those on the rank that holds most.
         offloaded: which of these ``offload_optimizer`` takes off the device, and what is done there.
         cached: bases that ``hmt.basis_cache`` takes off it.
+        updates_bring_weights: offloaded weights have no masters, so that their updates bring them to the GPU.
         beside: bytes of host memory by kind, beside states and gradients, as HMT's engine takes them.
     """
 
@@ -136,6 +153,7 @@ class Problem:
     offloaded: Offloaded
     cached: CachedBases
     beside: Mapping[str, float]
+    updates_bring_weights: bool = False
 
     @property
     def shard(self) -> float:
@@ -202,6 +220,7 @@ def make_problem(
         offloaded=offloaded,
         cached=cached,
         beside=beside,
+        updates_bring_weights=setup.offload_param != "none" and mode.master_weights == "none",
     )
 
 

@@ -87,9 +87,9 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     overlap = "none" if setup.offload_optimizer == "none" else setup.overlap
     if overlap == "forward":
         builder.update_on_gpu()
-    for step in range(setup.accumulation):
+    for step in range(setup.passes):
         builder.forward(with_update=overlap == "forward" and step == 0)
-        last = step == setup.accumulation - 1
+        last = step == setup.passes - 1
         builder.backward(last, with_update=overlap == "backward" and last)
     if overlap != "forward":
         builder.update_on_gpu()
@@ -233,12 +233,14 @@ class _Builder:
             load, factor = unit.load.backward, factors.backward
             flops, passes = unit.backward_flops, BACKWARD_PASSES
         model = factor * (self.seconds("gpu", flops) + passes * unit.saved / memory)
+        model *= self.problem.setup.at_once
         again = load[Amount.FLOPS] + factors.attention * load[Amount.ATTENTION]
         codecs = factors.encode * load[Amount.ENCODE] + factors.decode * load[Amount.DECODE]
         return model + self.seconds("gpu", float(again)) + float(codecs) / memory
 
     def forward(self, with_update: bool) -> None:
         """One micro-step's forward; ``with_update``: each layer waits for its own update."""
+        at_once = self.problem.setup.at_once  # of what moves, one's bytes are on the device
         for position, unit in enumerate(self.units):
             if with_update:
                 self.update(unit, None, 1.0, TREATMENTS)
@@ -251,13 +253,15 @@ class _Builder:
                 "gpu",
                 0.0,
                 [*waits, self.behind(1), *self.swapped_out.get(before, [])],
-                takes=weights + float(load.held[0]) + moved,
+                takes=weights + float(load.held[0]) + moved / at_once,
                 gives=weights,
                 extra=self.compute_seconds(unit, True),
             )
             assert done is not None
             self.computed.append(done)
-            out = self.add(f"swap out, {unit.name}", "gpu_to_host", moved, [done], gives=moved)
+            out = self.add(
+                f"swap out, {unit.name}", "gpu_to_host", moved, [done], gives=moved / at_once
+            )
             on_ssd = float(load.forward[Amount.SSD_WRITE])
             stored = self.add(f"write, {unit.name}", "ssd_write", on_ssd, [out])
             self.swapped_out[unit.name] = [index for index in (out, stored) if index is not None]
@@ -272,11 +276,12 @@ class _Builder:
             waits, weights = self.fetch(unit)
             load = unit.load
             back = float(load.backward[Amount.TO_GPU])
+            part_back = back / self.problem.setup.at_once
             on_ssd = float(load.backward[Amount.SSD_READ])
             ahead = [self.behind(), head, *self.swapped_out[unit.name]]
             read = self.add(f"read, {unit.name}", "ssd_read", on_ssd, ahead)
             returned = self.add(
-                f"swap in, {unit.name}", "host_to_gpu", back, [*ahead, read], takes=back
+                f"swap in, {unit.name}", "host_to_gpu", back, [*ahead, read], takes=part_back
             )
             part = self.add(
                 f"gather inputs, {unit.name}",
@@ -287,14 +292,14 @@ class _Builder:
             summed = sums_before_sending(self.problem.setup)
             gradients = 0.0 if summed else unit.off_device.formed
             # `working` counts what returned and as much of the next layer, both taken when they are sent for
-            working = max(0.0, load.working - 2 * back)
+            working = max(0.0, load.working - 2 * part_back)
             done = self.add(
                 f"backward, {unit.name}",
                 "gpu",
                 0.0,
                 [*waits, returned, part, self.behind(1), *left[-_AHEAD : -_AHEAD + 1]],
                 takes=weights + working + gradients,
-                gives=weights + working + back + float(load.held[0]),
+                gives=weights + working + part_back + float(load.held[0]),
                 extra=self.compute_seconds(unit, False),
             )
             assert done is not None
@@ -385,9 +390,26 @@ class _Builder:
             return
         machine = problem.machine
         seconds = machine.overheads.update * traffic / machine.gpu_bandwidth
-        done = self.add("update", "gpu", 0.0, self.ends(), extra=seconds)
-        if setup.offload_param != "none":
-            home = self.add("weights to host", "gpu_to_host", weights, [done])
-            if setup.offload_param == "nvme":
-                self.add("write weights", "ssd_write", weights, [home])
-        self.gather_updated("gather weights", weights, done)
+        start = self.ends()
+        if setup.offload_param == "none":
+            done = self.add("update", "gpu", 0.0, start, extra=seconds)
+            self.gather_updated("gather weights", weights, done)
+            return
+        read = setup.offload_param == "nvme"
+        for unit in self.units:  # the next one comes, and the last goes, while one is updated
+            own, brought = weights * unit.share, float(problem.updates_bring_weights)
+            comes = self.chain(
+                unit,
+                (
+                    ("read weights", "ssd_read", own * brought * read),
+                    ("weights to GPU", "host_to_gpu", own * brought),
+                ),
+                start,
+            )
+            extra = seconds * unit.share
+            done = self.add(f"update, {unit.name}", "gpu", 0.0, [*start, comes], extra=extra)
+            goes = (
+                ("weights to host", "gpu_to_host", own),
+                ("write weights", "ssd_write", own * read),
+            )
+            self.chain(unit, goes, [done])

@@ -1,0 +1,99 @@
+"""Vertical accumulation in the planner: weights travel once a pass, what is held is that of all micro-steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hmt_deepspeed.config.components import COMPONENTS, Choice, Component
+from hmt_deepspeed.planner.advise.advise import Answer, evaluate
+from hmt_deepspeed.planner.advise.deepspeed_json import deepspeed_json
+from hmt_deepspeed.planner.advise.setups import Request, setups
+from hmt_deepspeed.planner.hardware import named_machine
+from hmt_deepspeed.planner.model.models import model_shape
+from hmt_deepspeed.planner.run.loads import Amount
+from hmt_deepspeed.planner.run.modes import OptimizerMode
+from hmt_deepspeed.planner.run.problem import RunSetup
+from hmt_deepspeed.planner.timeline.simulate import AGREEMENT
+
+TIMES = 4
+POLICY: dict[Component, Choice] = dict.fromkeys(COMPONENTS, "recompute")
+POLICY |= {"embedding": "swap_host", "layernorm": "keep", "residual": "swap_host"}
+POLICY |= {"lm_head": "swap_host", "experts": "keep", "projected_inputs": "recompute"}
+MODE = OptimizerMode(rank=128, master_weights="none")
+REQUEST = Request(
+    model_shape("7b", 32000),
+    named_machine("rtx4090", num_gpus=1, host_memory=256 * 2**30),
+    1024,
+    micro_batch=2,
+    global_batch=2 * TIMES,
+    modes=(MODE,),
+    zero_stage=3,
+    offload_param="cpu",
+    fixed=POLICY,
+)
+
+
+def answers() -> tuple[Answer, Answer]:
+    """Horizontal and vertical."""
+    horizontal, vertical = setups(REQUEST)
+    assert not horizontal.vertical
+    assert vertical == replace(horizontal, vertical=True)
+    return evaluate(REQUEST, horizontal, MODE), evaluate(REQUEST, vertical, MODE)
+
+
+def moved(answer: Answer, amount: Amount, phases: tuple[str, ...]) -> float:
+    return sum(p.weight * p.load[amount] for p in answer.estimate.phases if p.name in phases)
+
+
+def test_weights_travel_once_a_pass_and_once_for_their_update() -> None:
+    horizontal, vertical = answers()
+    weights = vertical.estimate.memory["host"]["weights"]
+    passes = ("forward", "backward", "last backward")
+    swapped = moved(vertical, Amount.TO_HOST, passes)
+    assert moved(horizontal, Amount.TO_HOST, passes) == pytest.approx(swapped)
+    assert moved(vertical, Amount.TO_GPU, passes) - swapped == pytest.approx(2 * weights)
+    assert moved(horizontal, Amount.TO_GPU, passes) - swapped == pytest.approx(2 * TIMES * weights)
+    for answer in (horizontal, vertical):
+        assert moved(answer, Amount.TO_GPU, ("update",)) == pytest.approx(weights)
+        assert moved(answer, Amount.TO_HOST, ("update",)) == pytest.approx(weights)
+
+
+def test_all_micro_steps_hold_and_one_works() -> None:
+    horizontal, vertical = answers()
+    one, all_of_them = (answer.estimate.memory for answer in (horizontal, vertical))
+    assert all_of_them["host"]["activations"] == TIMES * one["host"]["activations"]
+    assert all_of_them["gpu"]["activations"] == TIMES * one["gpu"]["activations"]
+    assert all_of_them["gpu"]["working"] == one["gpu"]["working"]
+    hidden = 2 * 1024 * REQUEST.shape.hidden * 2  # a micro-batch's, in 16 bits
+    assert all_of_them["gpu"]["between layers"] == TIMES * hidden
+
+
+def test_the_same_work_by_the_formula_and_played() -> None:
+    horizontal, vertical = answers()
+    assert vertical.estimate.hardware_flops == horizontal.estimate.hardware_flops
+    assert vertical.estimate.tokens == horizontal.estimate.tokens
+    assert vertical.plan is not None
+    assert horizontal.plan is not None
+    assert vertical.plan.seconds < horizontal.plan.seconds
+    assert vertical.simulation is not None
+    played = vertical.simulation.seconds
+    assert vertical.estimate.seconds == pytest.approx(played, rel=AGREEMENT)
+
+
+def test_the_json_says_so() -> None:
+    horizontal, vertical = answers()
+    assert deepspeed_json(REQUEST, vertical)["hmt"]["accumulation"] == "vertical"
+    assert "accumulation" not in deepspeed_json(REQUEST, horizontal)["hmt"]
+    assert "vertical" in vertical.name
+
+
+@pytest.mark.parametrize("given", [{"zero_stage": 2}, {"zero_stage": 3, "offload_param": "nvme"}])
+def test_what_does_not_run_vertically_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="legal: stage 3 without nvme"):
+        RunSetup(accumulation=2, vertical=True, **given)  # type: ignore[arg-type]
+
+
+def test_one_micro_step_has_no_order() -> None:
+    assert all(not setup.vertical for setup in setups(replace(REQUEST, global_batch=None)))
