@@ -67,6 +67,7 @@ OWN["hmt_activations"] = with_activations(OWN["hmt_auto_side_d4"], _ENCODED)
 OWN["hmt_energy_activations"] = with_activations(
     _hmt(projection="auto", rank="auto", rank_candidates=["d/8", "d/4", "d/2"]), _ENCODED
 )
+TABLE = dict(VARIANTS)  # of the command, without those of tests
 VARIANTS.update(OWN)
 
 

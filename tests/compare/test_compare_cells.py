@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compare_runs import ROOT
+from compare_runs import ROOT, TABLE
 
+from comparison import frontier
 from comparison.cells import Cell, Setting, Store, add_cells, read_cells
 from comparison.report import newest_speed, report_text, summaries
 
@@ -192,7 +193,10 @@ def test_every_variant_that_the_texts_name_has_cells(
     assert named - finished == set()
 
 
-def test_the_report_is_what_the_cells_say(committed: dict[str, dict[str, Any]]) -> None:
+def test_the_report_is_what_the_cells_say(
+    committed: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`python launch/compare.py report` writes it."""
+    monkeypatch.setattr(frontier, "VARIANTS", TABLE)
     experiments = summaries(list(committed.values()), newest_speed(COMMITTED))
     assert (COMMITTED / "report.md").read_text(encoding="utf-8") == report_text(experiments)
