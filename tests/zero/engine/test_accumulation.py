@@ -56,7 +56,10 @@ EXACT = {
     "residual": "swap_host",
     "lm_head": "keep",
 }
-MODELS = {"llama": lambda: tiny_llama(3, use_cache=False), "mixtral": tiny_mixtral}
+MODELS = {
+    "llama": lambda: tiny_llama(3, use_cache=False),
+    "mixtral": lambda: tiny_mixtral(output_router_logits=True),
+}
 
 
 def both_orders(kind: str, gas: int, checkpointing: str, changes: dict[str, Any]) -> dict[str, Any]:
