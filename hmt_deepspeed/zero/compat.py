@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import unwrap
 from typing import Any
 
-__all__ = ["SYMBOLS", "check_deepspeed", "symbol"]
+__all__ = ["PRIVATE", "SYMBOLS", "check_deepspeed", "symbol"]
 
 SYMBOLS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("DeepSpeedEngine", "initialize"),
@@ -74,6 +75,15 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
 }
 
+# Methods of a class, and attributes that its __init__ sets, whose names begin with two underscores.
+PRIVATE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload"): ("allgather_stream",),
+    ("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator"): (
+        "prefetch_bucket_sz",
+        "release_param",
+    ),
+}
+
 
 def symbol(module: str, name: str) -> Any:
     """``module.name`` of the installed DeepSpeed.
@@ -84,16 +94,26 @@ def symbol(module: str, name: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        import deepspeed
-
-        raise ImportError(
-            f"DeepSpeed {deepspeed.__version__} has no {module}.{name}, which hmt_deepspeed relies on. "
-            "Install deepspeed>=0.19.8,<0.20."
-        ) from error
+        raise _missing(f"{module}.{name}") from error
 
 
 def check_deepspeed() -> None:
-    """Look up every symbol of :data:`SYMBOLS`; raises ImportError for the first that is missing."""
+    """Look up every symbol of :data:`SYMBOLS` and :data:`PRIVATE`; raises ImportError for the first that is missing."""
     for module, names in SYMBOLS.items():
         for name in names:
             symbol(module, name)
+    for (module, name), hidden in PRIVATE.items():
+        owner = symbol(module, name)
+        has = {*vars(owner), *unwrap(owner.__init__).__code__.co_names}
+        for one in hidden:
+            if f"_{name}__{one}" not in has:
+                raise _missing(f"{module}.{name}.__{one}")
+
+
+def _missing(name: str) -> ImportError:
+    import deepspeed
+
+    return ImportError(
+        f"DeepSpeed {deepspeed.__version__} has no {name}, which hmt_deepspeed relies on. "
+        "Install deepspeed>=0.19.8,<0.20."
+    )
