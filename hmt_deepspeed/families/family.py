@@ -31,6 +31,7 @@ class Family:
         rotary: positions rotate Q and K; rotary_cat: rotated channels are joined to the others by ``cat``.
         conv1d: linears are GPT-2's ``Conv1D``.
         fp32_softmax: eager attention's softmax is in fp32.
+        fp32_routing: a mixture scales in fp32 what its experts put out, else in the model's dtype.
         layer: name of the decoder layer's class, whose forward FPDT replaces; package: that the class is of.
         fused: how the output of one linear for Q, K and V is split: in thirds, or head by head.
         scaled_query: queries are scaled before attention, which then does not scale.
@@ -69,6 +70,7 @@ class Family:
     rotary_cat: bool = False
     conv1d: bool = False
     fp32_softmax: bool = True
+    fp32_routing: bool = True
 
     layer: str = ""
     package: str = "transformers"

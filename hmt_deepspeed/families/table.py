@@ -135,7 +135,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # Mixtures of experts, whose MLP sends each token to some of them.
     "mixtral": Family(layer="MixtralDecoderLayer", forbidden=("router_jitter_noise",)),
-    "qwen3_moe": Family(layer="Qwen3MoeDecoderLayer", head_norms=_HEAD_NORMS),
+    "qwen3_moe": Family(layer="Qwen3MoeDecoderLayer", head_norms=_HEAD_NORMS, fp32_routing=False),
     # Known by their modules' names alone.
     "glm": Family(up=("mlp.gate_up_proj",), fused_up=True),
     "llama4_text": Family(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ from benchmarks.counting import Uncomputed, counted
 from benchmarks.fpdt import layer_workspace
 from benchmarks.setting import Batches, Shape, llama
 from hmt_deepspeed.config import ActivationsConfig
+from hmt_deepspeed.families.family import Family
+from hmt_deepspeed.families.table import FAMILIES
+from hmt_deepspeed.optim.backward.experts import expert_sites, patch_experts
+from hmt_deepspeed.optim.backward.projected_linear import ProjectedLinear
 from hmt_deepspeed.planner.model.families import shape_of_config
+from hmt_deepspeed.planner.model.models import shape_of_architecture
 from hmt_deepspeed.planner.model.shapes import plain_shape
 from hmt_deepspeed.planner.run.fpdt import fpdt_bytes, fpdt_chunk_size, longest_fpdt_sequence
 from hmt_deepspeed.zero.activations.chunked import ChunkedActivations
@@ -42,13 +48,25 @@ def test_device_bytes_of_a_layer_are_those_counted(heads: int, kv_heads: int, ch
     assert found.chunks + found.gradients == pytest.approx(workspace, rel=0.05)
 
 
-def counted_step(shape: Shape, model: torch.nn.Module, chunk: int, **holders: Any) -> int:
+def counted_step(
+    shape: Shape,
+    model: torch.nn.Module,
+    chunk: int,
+    after: Callable[[], None] = lambda: None,
+    **holders: Any,
+) -> int:
     """Peak of a step whose gradients leave as they come, as ZeRO takes them."""
     rows = Batches(shape, "cpu").draw()
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    def step() -> None:
+        output = model(input_ids=rows, labels=rows)  # which has the routers' logits, if asked for
+        output.loss.backward()
+        after()
+
     with fpdt(model, chunk, **holders), Uncomputed():
-        return counted(lambda: model(input_ids=rows, labels=rows).loss.backward())
+        return counted(step)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +89,95 @@ def test_device_bytes_of_a_model_are_those_counted(
     planned = shape_of_config(model.config)
     found = fpdt_bytes(planned, shape.sequence, chunk, itemsize=dtype.itemsize)
     assert found.device == pytest.approx(counted_bytes, rel=0.05)
+
+
+# kind, hidden, experts, experts of a token, tokens of a chunk, dtype, what else the config says
+MIXTURES: dict[str, tuple[str, int, int, int, int, torch.dtype, dict[str, Any]]] = {
+    "scaled rows": ("mixtral", 256, 4, 4, 256, torch.bfloat16, {"intermediate_size": 32}),
+    "gates, fp32": ("mixtral", 64, 8, 4, 512, torch.float32, {"intermediate_size": 256}),
+    "sums": ("mixtral", 64, 16, 2, 64, torch.bfloat16, {"intermediate_size": 256}),
+    "routers' logits": (
+        *("mixtral", 32, 32, 2, 128, torch.bfloat16),
+        {"intermediate_size": 32, "num_hidden_layers": 2, "output_router_logits": True},
+    ),
+    "a layer without experts": (
+        *("qwen3_moe", 64, 8, 4, 256, torch.bfloat16),
+        {"moe_intermediate_size": 128, "num_hidden_layers": 2, "mlp_only_layers": [0]},
+    ),
+    "a shared expert": (
+        *("qwen2_moe", 64, 8, 2, 256, torch.bfloat16),
+        {
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 256,
+            "use_sliding_window": True,  # without one FPDT does not take its masks
+            "sliding_window": 10**6,
+        },
+    ),
+}
+
+
+def mixture(
+    kind: str,
+    hidden: int,
+    experts: int,
+    top_k: int,
+    chunk: int,
+    dtype: torch.dtype,
+    special: dict[str, Any],
+) -> tuple[Shape, Any]:
+    """What it is fed, and a model with little attention."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = Shape(hidden, 1, 2, vocabulary=64, sequence=5 * chunk, micro_batch=1)
+    sizes = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "num_local_experts": experts,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "max_position_embeddings": shape.sequence,
+        "use_cache": False,
+    }
+    config = AutoConfig.for_model(kind, **{**sizes, **special})
+    return shape, AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_device_bytes_of_a_mixture_are_those_counted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Family(layer="Qwen2MoeDecoderLayer", fp32_routing=False)
+    monkeypatch.setitem(FAMILIES, "qwen2_moe", row)  # a row of one's own
+    *_, chunk, dtype, _ = MIXTURES[name]
+    shape, model = mixture(*MIXTURES[name])
+    counted_bytes = counted_step(shape, model, chunk)
+    planned = shape_of_architecture(model.config)
+    found = fpdt_bytes(planned, shape.sequence, chunk, itemsize=dtype.itemsize)
+    assert found.device == pytest.approx(counted_bytes, rel=0.02)
+
+
+def test_projected_experts_compute_their_gates_again() -> None:
+    sizes = {"intermediate_size": 512}
+    shape, model = mixture("mixtral", 32, 4, 4, 512, torch.bfloat16, sizes)
+    sites, links = expert_sites(model), list[ProjectedLinear]()
+    for name, site in sites.items():
+        links.append(ProjectedLinear(name, transposed=site.role == "down"))
+        links[-1].projection = torch.randn(shape.hidden, 8, dtype=torch.bfloat16)
+    patch_experts(zip(sites.values(), links, strict=True))
+    gradients = 0  # which are ZeRO's
+
+    def take() -> None:
+        nonlocal gradients
+        gradients = sum(gradient.nbytes for link in links if (gradient := link.take()) is not None)
+
+    counted_bytes = counted_step(shape, model, 512, after=take)
+    found = fpdt_bytes(shape_of_architecture(model.config), shape.sequence, 512)
+    assert found.device == pytest.approx(counted_bytes - gradients, rel=0.02)
 
 
 @pytest.mark.parametrize("choice", ["keep", "int8", "swap_host"])

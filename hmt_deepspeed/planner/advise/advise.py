@@ -18,7 +18,6 @@ from hmt_deepspeed.planner.advise.setups import (
     setups,
     stock_setups,
 )
-from hmt_deepspeed.planner.model.listed import ListedShape
 from hmt_deepspeed.planner.model.listed_workload import workload_of
 from hmt_deepspeed.planner.run.fpdt import longest_fpdt_sequence, runs_in_chunks
 from hmt_deepspeed.planner.run.host import usual_memory
@@ -295,7 +294,7 @@ def longest_in_chunks(answer: Answer) -> int:
     """The longest sequence that all ranks can share in FPDT's chunks (``hmt.fpdt``); 0 if none does."""
     problem, held = answer.problem, answer.estimate.memory
     shape, setup = answer.problem.workload.shape, answer.problem.setup
-    if isinstance(shape, ListedShape) or not runs_in_chunks(shape):
+    if not runs_in_chunks(shape):
         return 0
     # FPDT has its own in their place
     passing = ("activations", "working", "outside the layers", "staging")

@@ -63,6 +63,8 @@ class ModelShape:
         rotary_tables: pairs of cosines and sines (Gemma 3 has one for each kind of layer).
         soft_cap: attention scores are capped, which only eager attention does; final_soft_cap: the logits
             (Gemma 2). fp32_softmax: eager attention's softmax is in fp32.
+        router_logits: a mixture's config asks for its routers' logits, which stay until the loss.
+        fp32_routing: what a mixture's experts put out is scaled in fp32, else in the model's dtype.
         dropout: probability on the outputs of both branches; attention_dropout: on the probabilities.
         embedding_dropout: on what enters the first layer.
     """
@@ -103,6 +105,8 @@ class ModelShape:
     soft_cap: bool = False
     final_soft_cap: bool = False
     fp32_softmax: bool = True
+    router_logits: bool = False
+    fp32_routing: bool = True
     dropout: float = 0.0
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0

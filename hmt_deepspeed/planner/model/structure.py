@@ -6,6 +6,7 @@ the largest list of modules. All else is outside of them: encoders, towers, clas
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -15,10 +16,12 @@ from torch import nn
 
 from hmt_deepspeed.architectures import field_of, idle_elements
 from hmt_deepspeed.attribution import Attribution, attribute
+from hmt_deepspeed.families.table import family_of
 from hmt_deepspeed.optim.backward.experts import expert_sites
 from hmt_deepspeed.optim.backward.linear import can_project
 from hmt_deepspeed.optim.settings.assign import head_weights, linear_weights
 from hmt_deepspeed.planner.model.listed import (
+    AttentionOp,
     LayerGroup,
     Length,
     ListedShape,
@@ -121,7 +124,9 @@ class _Reader:
         width = self._hidden()
         ops = [op for group in groups for op in group.tokens.attentions]
         text = self.sizes.text_config(self.stack)
-        heads = max((op.heads for op in ops), default=1)
+        widest = max(ops, key=lambda op: op.heads, default=AttentionOp(width, 1))
+        key_heads = size_of(text, "num_key_value_heads", widest.heads)
+        rotary, row = self._rotary_tables(), family_of(self.config)
         parts = tuple(self._parts(head if has_head else None))
         positions = self.sizes.positions(self.stack)
         self._assumptions(groups)
@@ -129,13 +134,15 @@ class _Reader:
             str(getattr(self.config, "model_type", type(model).__name__)),
             hidden=width,
             layers=sum(len(group.numbers) for group in groups),
-            heads=heads,
-            kv_heads=heads,
-            head_dim=max(1, width // heads),
+            heads=widest.heads,
+            kv_heads=widest.heads if widest.heads % key_heads else key_heads,
+            head_dim=max(1, widest.width // widest.heads),
             intermediate=_intermediate(groups[-1].tokens),
             vocab=int(rows.shape[0]) if rows is not None else size_of(text, "vocab_size", 1),
             names=Names(f"{self.stack}.*" if self.stack else "\0", "", "", (), "", (), "", ()),
             positions=positions,
+            rotary_dim=max(rotary, default=0),
+            rotary_tables=max(1, len(rotary)),
             outside=tuple(outside),
             groups=tuple(groups),
             parts=parts,
@@ -145,6 +152,8 @@ class _Reader:
             has_head=has_head,
             eager=not getattr(model, "_supports_sdpa", True),
             active=round(sum(p.numel() for p in named.values()) - idle_elements(model)),
+            router_logits=bool(field_of(text, "output_router_logits")),
+            fp32_routing=row is None or row.fp32_routing,
             coarse=tuple(self.sizes.coarse),
         )
 
@@ -259,6 +268,16 @@ class _Reader:
         config = self.sizes.text_config(self.stack)
         names = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim")
         return next((size for name in names if (size := size_of(config, name, 0))), 1)
+
+    def _rotary_tables(self) -> list[int]:
+        """Channels of a head that each pair of cosines and sines rotates."""
+        around = re.escape(self.stack.rpartition(".")[0])
+        tables = re.compile(rf"{around}\.[^.]+\.\w*inv_freq")
+        return [
+            2 * buffer.numel()
+            for name, buffer in self.model.named_buffers()
+            if tables.fullmatch(name) and "original" not in name
+        ]
 
     def _assumptions(self, groups: list[LayerGroup]) -> None:
         coarse = self.sizes.coarse

@@ -14,25 +14,42 @@ keys; e: bytes of an element), and a layer's weight gradients are summed in fp32
 
 2. The end of a piece of the projections' backward: the piece's weight gradients beside the sums of the whole
    layer, and on the device K, V and Q, O, dO, in fp32 dK, dV, and four of dQ.
-3. The end of a piece of the output projection's and the MLP's backward: the piece's weight gradients beside
-   their sums, and on the device Q, K, V, attention's output in two layouts, its gradient, and in fp32 its sum.
+3. A piece of the output projection's and the MLP's backward. In the first chunk, where the last sum turns wide: the
+   sums and the piece's weight gradients, and on the device Q, K, V, attention's output in two layouts, its gradient,
+   and in fp32 its sum. In each further chunk, where Q, O and dO of the chunk before are on their way out: the sums,
+   and the fullest of five moments of the MLP's backward (n: channels of the stream; U: those that gate and up put
+   out; R: those of a mixture's copies of a token, one for each expert that computes it; s: bytes of an element where
+   routing weights scale what experts put out)::
+
+    experts' outputs are scaled     e (2 U + 2 R) + 3 s R, and e R where they come in another dtype
+    the gate                        e (3 U + R), and the gradients of the weights that lead back to the stream
+    the gate, projected experts     e (3 U + R) + s U, or e U / 2 in place of s U where s = e; no sums of theirs
+    gate and up                     e (U + 2 R), and the gradients of all weights
+    the norm in front, in fp32      20 n, without two of the stream in e, and the gradients of all weights
+
 4. The backward of a piece of the loss, a quarter of a chunk: logits, their logarithms of probabilities and their
    gradient in fp32, or the piece's gradient of the head beside the last of these; and the sum of the head's
    gradients in fp32.
 
 Tensors as long as the sequence are every layer's input, attention's outputs as far as they are saved, the gradients
-that enter and leave the last layer, cos and sin; with the loss also the last norm's output. Gradients of layers that
-backward has left are ZeRO's.
+that enter and leave the last layer, cos and sin; with the loss also the last norm's output; of routers whose logits
+are asked for, these and their gradients. Gradients of layers that backward has left are ZeRO's.
+
+Of a mixture all weights' gradients count, although tokens reach some experts only; experts are computed by
+transformers' ``grouped_mm``. Of layers of several kinds the largest counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hmt_deepspeed.config.codecs import held_bytes, place_of
 from hmt_deepspeed.config.components import Choice
 from hmt_deepspeed.families.table import in_chunks
-from hmt_deepspeed.planner.model.shapes import Linear, ModelShape, layer_linears, parameters
+from hmt_deepspeed.planner.model.shapes import ModelShape
+from hmt_deepspeed.planner.run.fpdt_layer import LayerInChunks, Mlp, layers_in_chunks
 
 __all__ = [
     "FpdtBytes",
@@ -146,35 +163,79 @@ def fpdt_bytes(
     turning = (
         2 * shape.rotary_dim * shape.rotary_tables * itemsize
     )  # cos and sin are of a row for all
-    of_a_layer = sum(p.numel for p in parameters(shape) if p.name.startswith(shape.names.layer))
+    layers = layers_in_chunks(shape)
+    rows = -(-tokens // max(PIECES, sequence_parallel))
+    logits = sum(layer.count * layer.mlp.routers for layer in layers) * shape.router_logits
     return FpdtBytes(
         chunks=tokens * per_token,
-        gradients=FP32 * of_a_layer,
-        pieces=_pieces(shape, tokens, query, key, itemsize, of_a_layer),
+        gradients=FP32 * max(layer.parameters for layer in layers),
+        pieces=max(_pieces(shape, layer, tokens, rows, query, key, itemsize) for layer in layers),
         loss=shape.vocab * (max(softmax, product) + FP32 * shape.hidden)
         + held_bytes(held.head, own, shape.hidden, itemsize),
-        stream=of_layers + 2 * own * shape.hidden * itemsize + own // micro_batch * turning,
+        stream=of_layers
+        + 2 * own * shape.hidden * itemsize
+        + own // micro_batch * turning
+        + 2 * micro_batch * seq_length * logits * itemsize,
         host=micro_batch * seq_length * waiting,
     )
 
 
 def _pieces(
-    shape: ModelShape, tokens: int, query: int, key: int, itemsize: int, of_a_layer: int
+    shape: ModelShape,
+    layer: LayerInChunks,
+    tokens: int,
+    piece: int,
+    query: int,
+    key: int,
+    itemsize: int,
 ) -> int:
-    """Moments 2 and 3, the larger; until a sum is wide, its narrow gradient of the piece before is there too."""
-    linears = layer_linears(shape)
-    projections = [one for one in linears if one.role == "qkv"]
-    finish = [one for one in linears if one.role != "qkv"]
+    """Moments 2 and 3, the larger.
 
-    def of_a_piece(those: list[Linear]) -> int:
-        narrow = those[-1].elements if itemsize < FP32 else 0
-        return itemsize * (sum(one.elements for one in those) + narrow)
-
+    Args:
+        tokens, piece: of a chunk, and of what its MLP takes at once.
+        query, key: channels of a rank.
+    """
+    before, after = layer.projections, layer.finish
     projecting = itemsize * (2 * key + 3 * query) + FP32 * (2 * key + 4 * query)
-    finishing = itemsize * (2 * key + 4 * query) + FP32 * query
+    first = itemsize * (2 * key + 4 * query) + FP32 * query
+    further = itemsize * (2 * key + 7 * query)
+    finishing = FP32 * sum(after) + tokens * further + _mlp(shape, layer.mlp, piece, itemsize)
     return max(
-        FP32 * of_a_layer + of_a_piece(projections) + tokens * projecting,
-        FP32 * sum(one.elements for one in finish) + of_a_piece(finish) + tokens * finishing,
+        FP32 * (layer.parameters - sum(before)) + _sums(before, itemsize) + tokens * projecting,
+        _sums(after, itemsize) + tokens * first,
+        finishing,
+    )
+
+
+def _sums(parameters: Sequence[int], itemsize: int) -> int:
+    """Bytes of sums and of a piece's gradients, at most, while the sums turn wide one by one.
+
+    A narrow sum, which is the gradient of the piece before, is there until its wide one is.
+    """
+    narrow, whole = itemsize if itemsize < FP32 else 0, sum(parameters)
+    wide = list(accumulate(parameters))
+    most = (
+        FP32 * done + narrow * (whole - done + own)
+        for done, own in zip(wide, parameters, strict=True)
+    )
+    return itemsize * whole + max(most, default=0)
+
+
+def _mlp(shape: ModelShape, mlp: Mlp, piece: int, itemsize: int) -> int:
+    """The fullest of five moments of a piece's backward, beside what the layer's sums and the chunk take."""
+    scaled = max(itemsize, FP32) if shape.fp32_routing else itemsize
+    cast = itemsize if scaled != itemsize else 0
+    # norm, residual sums, what the piece before has left; and of routers their probabilities
+    around = itemsize * (4 * shape.hidden + shape.query_width) + FP32 * (shape.hidden + mlp.routers)
+    scaling = itemsize * (2 * mlp.up + 2 * mlp.rows) + (3 * scaled + cast) * mlp.rows
+    gating = itemsize * (3 * mlp.up + mlp.rows)
+    projected = gating + (scaled if cast else itemsize // 2) * mlp.up
+    reading = max(itemsize * (mlp.up + 2 * mlp.rows), (5 * FP32 - 2 * itemsize) * shape.hidden)
+    return piece * around + max(
+        piece * scaling,
+        piece * gating + itemsize * mlp.down,
+        piece * projected - FP32 * mlp.weights if mlp.rows else 0,
+        piece * reading + itemsize * mlp.weights,
     )
 
 

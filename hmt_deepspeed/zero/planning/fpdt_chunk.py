@@ -24,14 +24,16 @@ def with_chunk_size(config: FpdtConfig, facts: RunFacts, engine: Any) -> FpdtCon
     Planned for are the engine's micro-batch and as many tokens as the model has positions for.
 
     Raises:
-        ValueError: not even the smallest chunks fit; a model that FPDT does not know; a mixture of experts.
+        ValueError: not even the smallest chunks fit; a model that FPDT does not know; experts that are not computed by
+            ``grouped_mm``.
     """
     chunked_family(engine.module)
     shape, length = facts.shape, int(engine.module.config.max_position_embeddings)
-    if isinstance(shape, ListedShape):
+    computed = getattr(engine.module.config, "_experts_implementation", None)
+    if isinstance(shape, ListedShape) and shape.experts and computed != "grouped_mm":
         raise ValueError(
-            f'hmt.fpdt.chunk_size is "auto"; legal for a model of type {shape.family!r}: an integer >= 1, since what its '
-            "experts take in chunks is not planned. Give the tokens of a chunk."
+            f'hmt.fpdt.chunk_size is "auto", but the model\'s experts_implementation is {computed!r}; legal: "grouped_mm", '
+            "of which bytes are known. Load the model with it (transformers' default), or give the tokens of a chunk."
         )
     taken, capacity = device_capacity(get_accelerator())
     budget = int((1 - KEPT_FREE) * capacity) - max(taken, bytes_at_rest(facts))

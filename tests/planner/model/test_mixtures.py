@@ -13,6 +13,7 @@ import torch
 from architectures import model_type, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
+from hmt_deepspeed.families.table import in_chunks
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.model.listed import ListedShape, Product
 from hmt_deepspeed.planner.model.listed_workload import workload_of
@@ -285,3 +286,4 @@ def test_the_command_plans_it(name: str, capsys: pytest.CaptureFixture[str]) -> 
     assert f"{num_parameters(shape):,} parameters ({shape.active:,} of them for each" in told
     assert "It fits. Recommended " in told
     assert "experts           int8 x" in told
+    assert ("longest sequence in chunks (hmt.fpdt)" in told) == (shape.family in in_chunks())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from harness import Ranks
+from torch import nn
 from training import GLOBAL_BATCH, ds_config, make_engine, tiny_llama, tiny_mixtral
 
 POSITIONS, AT_REST, ROOM = 4096, 5000, 40 * 10**6
 
 
-def chosen() -> dict[str, Any]:
+def chosen(make_model: Callable[..., nn.Module]) -> dict[str, Any]:
     """The first rank has room for everything, the second for ROOM bytes beside what is there at rest."""
     from hmt_deepspeed.zero.activations import fpdt
     from hmt_deepspeed.zero.planning import fpdt_chunk
@@ -36,16 +38,19 @@ def chosen() -> dict[str, Any]:
     fpdt.install = installing
     config = ds_config(2)
     config["hmt"]["fpdt"] = {"chunk_size": "auto"}
-    model = tiny_llama(use_cache=False)
+    model: Any = make_model(use_cache=False)
     model.config.max_position_embeddings = POSITIONS
     make_engine(config, model).destroy()
     return found
 
 
-def test_the_chunk_follows_from_the_fullest_rank(ranks: Ranks) -> None:
+@pytest.mark.parametrize("make_model", [tiny_llama, tiny_mixtral])
+def test_the_chunk_follows_from_the_fullest_rank(
+    ranks: Ranks, make_model: Callable[..., nn.Module]
+) -> None:
     from hmt_deepspeed.planner.run.fpdt import fpdt_chunk_size
 
-    first, second = ranks.run(chosen, 2)
+    first, second = ranks.run(chosen, 2, make_model)
     expected = fpdt_chunk_size(first["shape"], POSITIONS, ROOM, **first["sizes"])
     assert 256 <= expected < POSITIONS
     assert first["installed"] == second["installed"] == expected
@@ -58,11 +63,13 @@ def test_the_chunk_follows_from_the_fullest_rank(ranks: Ranks) -> None:
 def refused() -> str:
     config = ds_config(2)
     config["hmt"]["fpdt"] = {"chunk_size": "auto"}
+    model: Any = tiny_mixtral()
+    model.set_experts_implementation("eager")
     with pytest.raises(ValueError, match="chunk_size") as caught:
-        make_engine(config, tiny_mixtral())
+        make_engine(config, model)
     return str(caught.value)
 
 
-def test_chunks_of_a_mixture_are_not_planned(ranks: Ranks) -> None:
+def test_experts_that_are_computed_otherwise_are_not_planned(ranks: Ranks) -> None:
     (said,) = ranks.run(refused, 1)
-    assert "hmt.fpdt.chunk_size is \"auto\"; legal for a model of type 'mixtral'" in said
+    assert "experts_implementation is 'eager'; legal: \"grouped_mm\"" in said
