@@ -1,4 +1,4 @@
-"""Low-rank update of a stack of INT8 weights: decode, ``W_b <- (1 - lr wd) W_b - lr U_b P_b^T``, encode.
+"""Update of a stack of INT8 weights: decode, ``W_b <- (1 - lr wd) W_b - lr (U_b P_b^T + diag(s_b) G_b)``, encode.
 
 The formula is :mod:`hmt_deepspeed.kernels.low_rank_update`'s, the codes are
 :mod:`hmt_deepspeed.kernels.int8_weight`'s. A Triton program owns whole blocks, so that the new scale
@@ -39,7 +39,7 @@ from hmt_deepspeed.kernels.launching import (
     on_its_device,
     tile_for,
 )
-from hmt_deepspeed.kernels.low_rank_factors import Factors
+from hmt_deepspeed.kernels.low_rank_factors import Factors, ScaledRows
 from hmt_deepspeed.kernels.low_rank_update import add_product_, check_keys
 
 try:
@@ -66,10 +66,13 @@ _TILES = {
 }
 
 
-def launch_options(dtype: torch.dtype, capability: int, aligned: bool) -> dict[str, int]:
+def launch_options(
+    dtype: torch.dtype, capability: int, aligned: bool, beside: bool = False
+) -> dict[str, int]:
     """As :func:`hmt_deepspeed.kernels.low_rank_update.launch_options`."""
     widen = multiplies_in_fp32(dtype, capability)
-    return {"WIDEN": widen, **tile_for(_TILES[widen, aligned], capability)}
+    tile = {"WIDEN": widen, **tile_for(_TILES[widen, aligned], capability)}
+    return tile | ({"BLOCK_ROWS": 16} if beside else {})
 
 
 def int8_low_rank_updates_reference_(
@@ -80,6 +83,7 @@ def int8_low_rank_updates_reference_(
     weight_decay: float | Tensor,
     keys: Tensor | None,
     offset: int = 0,
+    beside: ScaledRows | None = None,
 ) -> None:
     """Torch twin of the kernel; see :func:`int8_low_rank_updates_`. Reads its numbers on the host."""
     rows, n = codes[0].shape[-2:]
@@ -93,6 +97,8 @@ def int8_low_rank_updates_reference_(
         for chunk in row_chunks(rows, n):
             value = decode_weight_reference(codes[b][chunk], scales[b][chunk], torch.float32)
             add_product_(value, left[chunk], right.t(), lr, decay)
+            if beside is not None:
+                beside.add_to_(value, b, chunk, factors.transposed, -lr)
             encoded = encode_rows(value, key, offset + chunk.start * n)
             codes[b][chunk], scales[b][chunk] = encoded
 
@@ -104,15 +110,16 @@ if triton is not None:
         low_rank_product_jit,
         number_jit,
         pointer_jit,
+        scaled_rows_jit,
     )
 
     # Not specialised: another shard must not compile another kernel.
     @triton.jit(do_not_specialize=["offset"])
     def _update_kernel(  # type: ignore[no-untyped-def]
         table_ptr, update_ptr, scale_ptr, keys_ptr, lr, weight_decay, members, rows, n, width, rank,
-        update_member, update_row, projection_row, offset,
+        update_member, update_row, projection_row, offset, beside_ptr, beside_row, beside_column,
         LOAD_LR: tl.constexpr, LOAD_DECAY: tl.constexpr,
-        PROJECTION: tl.constexpr, ALIGNED: tl.constexpr,
+        PROJECTION: tl.constexpr, BESIDE: tl.constexpr, ALIGNED: tl.constexpr,
         TRANSPOSED: tl.constexpr, PRODUCT: tl.constexpr, WIDEN: tl.constexpr,
         BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
     ):  # fmt: skip
@@ -128,6 +135,13 @@ if triton is not None:
             first, block.to(tl.int64) * BLOCK, rows, n, width, rank, update_row, projection_row,
             scale, rest, TRANSPOSED, PRODUCT, WIDEN, BLOCK_ROWS, BLOCK, BLOCK_W,
         )  # fmt: skip
+        if BESIDE is not None:
+            product += scaled_rows_jit(
+                pointer_jit(table_ptr, 3 * members + member, BESIDE, ALIGNED),
+                beside_ptr + member * (n if TRANSPOSED else rows),
+                first, block.to(tl.int64) * BLOCK, rows, n, beside_row, beside_column,
+                TRANSPOSED, BLOCK_ROWS, BLOCK,
+            )  # fmt: skip
         codes_ptr = pointer_jit(table_ptr, member, tl.int8, ALIGNED)
         scales_ptr = pointer_jit(table_ptr, members + member, tl.float32, ALIGNED)
         weight = load_decoded_jit(codes_ptr, scales_ptr, first, block, held, n, BLOCK_ROWS, BLOCK)
@@ -150,15 +164,22 @@ if triton is not None:
         weight_decay: float | Tensor,
         keys: Tensor | None,
         offset: int = 0,
+        beside: ScaledRows | None = None,
     ) -> None:
         """Triton launcher; see :func:`int8_low_rank_updates_`."""
         (rows, n), device, members = codes[0].shape[-2:], codes[0].device, count_of(codes)
         if not codes[0].numel():
             return
         addresses = addresses_of([*codes, *scales]) + factors.projection_addresses()
+        beside_row, beside_column, kind = 0, 0, None
+        if beside is not None:
+            addresses += addresses_of(beside.matrices)
+            beside_row, beside_column = beside.strides(factors.transposed)
+            kind = beside.matrices[0].dtype
         aligned = not any(address % 16 for address in addresses)
         rows_aligned = aligned and not n % 16 and factors.rows_aligned
-        tile = launch_options(factors.product_dtype, capability_of(device), rows_aligned)
+        capability, reads_rows = capability_of(device), beside is not None
+        tile = launch_options(factors.product_dtype, capability, rows_aligned, reads_rows)
         grid = (members * tile_grid(rows, n, tile["BLOCK_ROWS"])[0],)
         _update_kernel[grid](
             device_table(tuple(addresses), device),
@@ -175,9 +196,13 @@ if triton is not None:
             *factors.update.stride()[:2],
             factors.given[0].stride(-2),
             (offset + (1 << 31)) % (1 << 32) - (1 << 31),  # noise knows its low half only
+            None if beside is None else beside.scale,
+            beside_row,
+            beside_column,
             LOAD_LR=isinstance(lr, Tensor),
             LOAD_DECAY=isinstance(weight_decay, Tensor),
             PROJECTION=TRITON_DTYPES[factors.given[0].dtype],
+            BESIDE=None if kind is None else TRITON_DTYPES[kind],
             ALIGNED=aligned,
             TRANSPOSED=factors.transposed,
             PRODUCT=TRITON_DTYPES[factors.product_dtype],
@@ -200,8 +225,9 @@ def int8_low_rank_updates_(
     keys: Tensor | None,
     offset: int = 0,
     transposed: bool = False,
+    beside: ScaledRows | None = None,
 ) -> None:
-    """``W_b <- (1 - lr wd) W_b - lr (U_b S_b) P_b^T`` on B encoded weights, in place.
+    """``W_b <- (1 - lr wd) W_b - lr ((U_b S_b) P_b^T + diag(s_b) G_b)`` on B encoded weights, in place.
 
     Decoded, updated and encoded in fp32, a few rows (torch) or one tile (Triton) at a time.
 
@@ -210,7 +236,7 @@ def int8_low_rank_updates_(
             ceil(n / 256); both are overwritten.
         keys: B x 2, int32, contiguous: halves of the key of each matrix' rounding, new ones for every step; None
             rounds to the nearest code.
-        update, projections, lr, weight_decay, rank, column_scale, offset, transposed: of
+        update, projections, lr, weight_decay, rank, column_scale, offset, transposed, beside: of
             :func:`hmt_deepspeed.kernels.low_rank_update.low_rank_updates_`.
 
     Raises:
@@ -228,7 +254,10 @@ def int8_low_rank_updates_(
         check_encoded(*pair)
     if keys is not None:
         check_keys(keys, count)
+    if beside is not None:
+        beside.check(update.shape[1], codes[0].shape[-2 if transposed else -1], count)
+    numbers = lr, weight_decay, keys, offset, beside
     if codes[0].is_cuda and triton is not None:
-        int8_low_rank_updates_triton_(codes, scales, factors, lr, weight_decay, keys, offset)
+        int8_low_rank_updates_triton_(codes, scales, factors, *numbers)
     else:
-        int8_low_rank_updates_reference_(codes, scales, factors, lr, weight_decay, keys, offset)
+        int8_low_rank_updates_reference_(codes, scales, factors, *numbers)

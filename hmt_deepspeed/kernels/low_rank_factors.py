@@ -58,6 +58,21 @@ class ScaledRows:
         scale = self.scale[member].unsqueeze(1)
         return torch.where(scale != 0, matrices_in(self.matrices)[member] * scale, 0.0)
 
+    def strides(self, transposed: bool) -> tuple[int, int]:
+        """Of rows and columns of the matrices, or of their transposes."""
+        first, second = self.matrices[0].stride()[-2:]
+        return (second, first) if transposed else (first, second)
+
+    def add_to_(
+        self, value: Tensor, member: int, chunk: slice, transposed: bool, factor: float
+    ) -> None:
+        """Add some rows of a matrix, or of its transpose, times a number, to fp32 values of theirs."""
+        matrix, scale = matrices_in(self.matrices)[member], self.scale[member]
+        if transposed:
+            value.addcmul_(matrix.t()[chunk].float(), scale.unsqueeze(0), value=factor)
+        else:
+            value.addcmul_(matrix[chunk].float(), scale[chunk].unsqueeze(1), value=factor)
+
     def check(self, rows: int, n: int, count: int) -> None:
         """Raises ValueError unless these are rows x n beside updates of ``count`` weights."""
         kinds = {(m.dtype, m.shape[-2:], m.stride()[-2:]) for m in self.matrices}
@@ -282,3 +297,23 @@ if triton is not None:
             left, right = factor_jit(left, PRODUCT, WIDEN), factor_jit(right, PRODUCT, WIDEN)
             product = tl.dot(left, right, product, input_precision="ieee")
         return product
+
+    @triton.jit
+    def scaled_rows_jit(  # type: ignore[no-untyped-def]
+        given_ptr, scale_ptr, first_row, first_column, rows, n, given_row, given_column,
+        TRANSPOSED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    ):  # fmt: skip
+        """A tile of one matrix' ``diag(s) G`` in fp32, placed as that of :func:`low_rank_product_jit`; zeros beyond the last.
+
+        With ``TRANSPOSED`` of ``G diag(s)``, where the scale is of columns. given_row, given_column: strides.
+        """
+        row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_N)
+        row_mask, column_mask = row < rows - first_row, column < n - first_column
+        if TRANSPOSED:
+            scale = tl.load(scale_ptr + first_column + column, mask=column_mask, other=0.0)[None, :]
+        else:
+            scale = tl.load(scale_ptr + first_row + row, mask=row_mask, other=0.0)[:, None]
+        given_ptr += first_row * given_row + first_column * given_column
+        place = (row * given_row)[:, None] + (column * given_column)[None, :]
+        mask = row_mask[:, None] & column_mask[None, :]
+        return scale * tl.load(given_ptr + place, mask=mask, other=0.0).to(tl.float32)

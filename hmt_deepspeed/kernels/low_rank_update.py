@@ -89,16 +89,6 @@ def add_product_(value: Tensor, update: Tensor, columns: Tensor, lr: float, deca
         value.mul_(decay).add_(scratch_like(value, torch.float32).copy_(product), alpha=-lr)
 
 
-def _add_rows_(
-    value: Tensor, matrix: Tensor, scale: Tensor, chunk: slice, transposed: bool, lr: float
-) -> None:
-    """``value <- value - lr diag(s) G`` for some rows of a weight."""
-    if transposed:
-        value.addcmul_(matrix.t()[chunk].float(), scale.unsqueeze(0), value=-lr)
-    else:
-        value.addcmul_(matrix[chunk].float(), scale[chunk].unsqueeze(1), value=-lr)
-
-
 def low_rank_updates_reference_(
     weights: Sequence[Tensor],
     factors: Factors,
@@ -113,7 +103,6 @@ def low_rank_updates_reference_(
     lr, decay = float(lr), 1 - float(lr) * float(weight_decay)
     halves = [] if keys is None else keys.tolist()
     each, copied = matrices_in(weights), matrices_in(copies or ())
-    rows = [] if beside is None else matrices_in(beside.matrices)
     for b, scale in enumerate(factors.column_scale.tolist()):
         if scale[0] == 0:
             continue
@@ -122,7 +111,7 @@ def low_rank_updates_reference_(
             value = weight[chunk].float()  # of an fp32 weight its own memory
             add_product_(value, left[chunk], right.t(), lr, decay)
             if beside is not None:
-                _add_rows_(value, rows[b], beside.scale[b], chunk, factors.transposed, lr)
+                beside.add_to_(value, b, chunk, factors.transposed, -lr)
             if weight.dtype == torch.bfloat16:
                 first = offset + chunk.start * weight.shape[1]
                 stochastic_round_reference(value, weight[chunk], tuple(halves[b]), first)
@@ -136,6 +125,7 @@ if triton is not None:
         low_rank_product_jit,
         number_jit,
         pointer_jit,
+        scaled_rows_jit,
     )
     from hmt_deepspeed.kernels.noise import noise_bits_jit
     from hmt_deepspeed.kernels.stochastic_rounding import round_bits_jit, round_nearest_bits_jit
@@ -181,23 +171,12 @@ if triton is not None:
             )
         value = decay * weight - lr * product
         if BESIDE is not None:
-            # the scale is of rows of the update, which are columns of a weight that is projected from the left
-            if TRANSPOSED:
-                factor = tl.load(
-                    beside_ptr + member * n + first_column + column,
-                    mask=column < n - first_column,
-                    other=0.0,
-                )[None, :]
-            else:
-                factor = tl.load(
-                    beside_ptr + member * rows + first_row + row,
-                    mask=row < rows - first_row,
-                    other=0.0,
-                )[:, None]
-            given = pointer_jit(table_ptr, 3 * members + member, BESIDE, ALIGNED)
-            given += first_row * beside_row + first_column * beside_column
-            given += (row * beside_row)[:, None] + (column * beside_column)[None, :]
-            value -= lr * factor * tl.load(given, mask=mask, other=0.0).to(tl.float32)
+            value -= lr * scaled_rows_jit(
+                pointer_jit(table_ptr, 3 * members + member, BESIDE, ALIGNED),
+                beside_ptr + member * (n if TRANSPOSED else rows),
+                first_row, first_column, rows, n, beside_row, beside_column,
+                TRANSPOSED, BLOCK_ROWS, BLOCK_N,
+            )  # fmt: skip
         if tl.int16 == WEIGHT:
             index = position.to(tl.uint32) + (first + offset).to(tl.uint32)
             low, high = tl.load(keys_ptr + 2 * member), tl.load(keys_ptr + 2 * member + 1)
@@ -235,8 +214,8 @@ if triton is not None:
         beside_row, beside_column, kind = 0, 0, None
         if beside is not None:
             addresses += addresses_of(beside.matrices)
-            given = beside.matrices[0].mT if factors.transposed else beside.matrices[0]
-            (beside_row, beside_column), kind = given.stride()[-2:], given.dtype
+            beside_row, beside_column = beside.strides(factors.transposed)
+            kind = beside.matrices[0].dtype
         aligned = not any(address % 16 for address in addresses)
         rows_aligned = aligned and not n % 16 and factors.rows_aligned
         capability, reads_rows = capability_of(first.device), beside is not None

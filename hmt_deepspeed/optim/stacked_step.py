@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.launching import upload
 from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_
-from hmt_deepspeed.kernels.noise import Stream, base_key, host_step_key
+from hmt_deepspeed.kernels.noise import Stream
 from hmt_deepspeed.kernels.precision import fp32_products
 from hmt_deepspeed.optim.backward.int8_linear import update_together_
 from hmt_deepspeed.optim.rules.change import Change
@@ -107,14 +107,6 @@ class StackedStep:
         """``W <- (1 - lr wd) W - lr D`` of every weight of a stack, together."""
         lr, decay, transposed = hyper["lr"], hyper["weight_decay"], stack.first.transposed
         encoded = [slot.encoded for slot in members if slot.encoded is not None]
-        if encoded and change.beside is not None:  # full rank
-            names = [name for matrix in stack.members for name in matrix.names]
-            matrices = [one for weight in encoded for one in weight.matrices()]
-            for b, (name, one) in enumerate(zip(names, matrices, strict=True)):
-                update, taken = change.whole(b, None), (change.scale[b, 0] != 0).float()
-                key = host_step_key(base_key(members[0].seed, name), step, Stream.WEIGHT_ROUNDING)
-                one.update_whole_(update.t() if transposed else update, lr, decay, key, taken)
-            return
         keys = None
         if encoded or members[0].rounded:
             number = self._numbers.step(step, stack.device)
@@ -125,6 +117,7 @@ class StackedStep:
             "column_scale": change.scale,
             "keys": keys,
             "transposed": transposed,
+            "beside": change.beside,
         }
         if encoded:
             update_together_(encoded, change.update, columns, lr, decay, **factors)
@@ -132,8 +125,7 @@ class StackedStep:
         weights, copies = [slot.writable() for slot in members], None
         if members[0].has_master:
             copies = [slot.param.detach().contiguous() for slot in members]
-        factors |= {"copies": copies, "beside": change.beside}
-        low_rank_updates_(weights, change.update, columns, lr, decay, **factors)
+        low_rank_updates_(weights, change.update, columns, lr, decay, copies=copies, **factors)
         for slot, new in zip(members, copies or weights, strict=True):
             slot.write_back(new)
 

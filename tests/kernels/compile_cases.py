@@ -93,20 +93,25 @@ def update_case(
     return Case(name, low_rank_update._low_rank_update_kernel, variant, product=True)
 
 
-def int8_update_case(projection: str, transposed: bool) -> Case:
+def int8_update_case(projection: str, transposed: bool, beside: str | None = None) -> Case:
     def variant(capability: int, aligned: bool) -> Variant:
-        return f"*i64 *fp32 *fp32 *i32 *fp32 fp32 {STACK}", {
+        rows = "none i32 i32" if beside is None else "*fp32 i64 i64"
+        return f"*i64 *fp32 *fp32 *i32 *fp32 fp32 {STACK} {rows}", {
             "LOAD_LR": True,
             "LOAD_DECAY": False,
             "PROJECTION": TRITON_DTYPES[FLOATS[projection]],
+            "BESIDE": None if beside is None else TRITON_DTYPES[FLOATS[beside]],
             "ALIGNED": aligned,
             "TRANSPOSED": transposed,
             "PRODUCT": TRITON_DTYPES[FLOATS[projection]],
             "BLOCK": int8_weight.BLOCK,
-            **int8_low_rank_update.launch_options(FLOATS[projection], capability, aligned),
+            **int8_low_rank_update.launch_options(
+                FLOATS[projection], capability, aligned, beside is not None
+            ),
         }
 
     name = f"update int8 by fp32 {projection}{' left' if transposed else ''}"
+    name += f", rows of {beside} beside" if beside else ""
     return Case(name, int8_low_rank_update._update_kernel, variant, product=True)
 
 
@@ -257,6 +262,12 @@ CASES = [
     update_case("bf16", "fp32", "bf16", None, False, "bf16"),
     update_case("bf16", "fp32", "fp32", None, True, "bf16"),
     *(int8_update_case(p, left) for p in ("bf16", "fp16", "fp32") for left in (False, True)),
+    *(
+        int8_update_case(p, left, beside)
+        for p in ("bf16", "fp32")
+        for left in (False, True)
+        for beside in ("bf16", "fp32")
+    ),
     project_case("bf16", "bf16"),
     project_case("fp16", "fp16"),
     project_case("bf16", "fp32"),

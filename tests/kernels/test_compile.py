@@ -18,6 +18,7 @@ FULLEST = (
     "update int8 by fp32 bf16 left",
     "update int8 by fp32 fp16 left",
     "update int8 by fp32 fp32 left",
+    "update int8 by fp32 bf16 left, rows of fp32 beside",
     "project bf16 by bf16 together",
     "project fp16 by fp16",
     "project fp32 by bf16 together",

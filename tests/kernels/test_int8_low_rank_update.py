@@ -13,7 +13,7 @@ from hmt_deepspeed.kernels.int8_low_rank_update import (
 )
 from hmt_deepspeed.kernels.int8_weight import decode_weight, encode_weight
 from hmt_deepspeed.kernels.launching import matrices_in
-from hmt_deepspeed.kernels.low_rank_factors import Factors
+from hmt_deepspeed.kernels.low_rank_factors import Factors, ScaledRows
 from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_, new_keys
 
 SHAPES = [(1, 1, 1), (3, 257, 1), (65, 130, 33), (16, 256, 16), (5, 600, 7)]
@@ -144,24 +144,34 @@ def test_drift_follows_fp32_with_stochastic_rounding_only():
     assert abs(slope(moved, target)) < 0.5
 
 
-def members(transposed):
-    """Four encoded weights and all that their step takes; the second takes none. Exact as `exact_inputs` are."""
+def members(transposed, beside=None, width=21):
+    """Four encoded weights and all that their step takes; the second takes none. Exact as `exact_inputs` are.
+
+    beside: dtype of rows beside, None of none.
+    """
     generator = torch.Generator().manual_seed(2)
-    rows, n, width = 37, 300, 21
+    rows, n = 37, 300
 
     def whole(*shape):
         return (4 * torch.randn(shape, generator=generator)).round()
 
     codes, scales = zip(*(exact_inputs(rows, n, 1)[:2] for _ in range(4)), strict=True)
-    update = whole(4, n if transposed else rows, width) / 64
-    update[1, 0, 0] = float("nan")
+    height = n if transposed else rows
+    update = whole(4, height, width) / 64
+    update[1, 0, :1] = float("nan")
+    rows_beside = None
+    if beside is not None:
+        matrices = whole(4, height, rows if transposed else n).to(beside)
+        matrices[1] = float("nan")
+        rows_beside = ScaledRows(list(matrices), whole(4, height) / 8)
     return (
         list(codes),
         list(scales),
         {
             "update": update,
             "projections": whole(4, rows if transposed else n, width),
-            "rank": 9,
+            "rank": min(9, width),
+            "beside": rows_beside,
             "column_scale": torch.tensor([[0.5, 2.0], [0.0, 1.0], [1.0, 1.0], [2.0, 0.0]]),
             "keys": torch.randint(-(2**31), 2**31, (4, 2), generator=generator).int(),
             "transposed": transposed,
@@ -177,6 +187,8 @@ def check_stack(codes, scales, given, run):
             factor = given["column_scale"][b, 1].repeat(given["update"].shape[2])
             factor[: given["rank"]] = given["column_scale"][b, 0]
             product = (given["update"][b] * factor) @ given["projections"][b].t()
+            if given["beside"] is not None:
+                product += given["beside"].whole(b)
             product = product.t() if given["transposed"] else product
             value = 0.9375 * decode_weight(code, scale, torch.float32) - 0.125 * product
             code, scale = encode_weight(value.contiguous(), tuple(given["keys"][b].tolist()), 5)
@@ -191,14 +203,19 @@ def in_tensors(tensors):
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_stack(transposed, several):
+@pytest.mark.parametrize(
+    ("beside", "width"), [(None, 21), (torch.bfloat16, 21), (torch.float32, 0)]
+)
+def test_stack(beside, width, transposed, several, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 1000)
+
     def run(codes, scales, given):
         weights = [in_tensors(tensors) if several else tensors for tensors in (codes, scales)]
         int8_low_rank_updates_(*weights, **given, lr=0.125, weight_decay=0.5, offset=5)
         if several:
             codes[:], scales[:] = ([*tensors[0], *tensors[1]] for tensors in weights)
 
-    check_stack(*members(transposed), run)
+    check_stack(*members(transposed, beside, width), run)
 
 
 def test_refuses():
@@ -221,6 +238,7 @@ def test_refuses():
         {"update": torch.ones(1, 4, 2).double()},
         {"projections": torch.ones(1, 5, 2)},
         {"projections": torch.ones(1, 6, 2).int()},
+        {"beside": ScaledRows([torch.ones(6, 4)], torch.ones(1, 4))},
     ):
         with pytest.raises(ValueError):
             int8_low_rank_updates_(**arguments(**change), lr=0.1, weight_decay=0)
@@ -244,6 +262,8 @@ def check_kernel(device="cpu"):
     for transposed in (False, True):
         for several in (False, True):
             check_stack(*members(transposed), partial(run_kernel, device, several))
+        for beside, width in ((torch.bfloat16, 21), (torch.float32, 0)):
+            check_stack(*members(transposed, beside, width), partial(run_kernel, device, False))
     empty = torch.zeros(0, 5, device=device)
     kernel(empty.char(), empty[:, :1], empty[:, :2], empty.new_ones(5, 2), 0.1, 0.0, 1)
 
@@ -251,9 +271,13 @@ def check_kernel(device="cpu"):
 def run_kernel(device, several, codes, scales, given):
     given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
     keys, lr = given.pop("keys"), torch.tensor(0.125, device=device)
+    beside = given.pop("beside")
+    if beside is not None:
+        matrices = [matrix.to(device) for matrix in beside.matrices]
+        beside = ScaledRows(matrices, beside.scale.to(device))
     weights = [in_tensors(tensors) if several else tensors for tensors in (codes, scales)]
     on_device = [[tensor.to(device) for tensor in tensors] for tensors in weights]
-    int8_low_rank_updates_triton_(*on_device, Factors(**given), lr, 0.5, keys, 5)
+    int8_low_rank_updates_triton_(*on_device, Factors(**given), lr, 0.5, keys, 5, beside)
     codes[:], scales[:] = ([one.cpu() for one in matrices_in(tensors)] for tensors in on_device)
 
 

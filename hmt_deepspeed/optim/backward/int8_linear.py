@@ -26,8 +26,6 @@ from hmt_deepspeed.kernels.backward import is_transformed
 from hmt_deepspeed.kernels.chunks import row_chunks
 from hmt_deepspeed.kernels.int8_low_rank_update import int8_low_rank_updates_
 from hmt_deepspeed.kernels.int8_weight import BLOCK, check_encoded, decode_weight, encode_weight
-from hmt_deepspeed.kernels.noise import Key
-from hmt_deepspeed.optim.rules.apply import apply_whole_
 from hmt_deepspeed.optim.settings.assign import tied_weights
 
 __all__ = [
@@ -116,28 +114,6 @@ class Int8Weight:
             part = rows[chunk].to(codes.device, torch.float32).contiguous()
             codes[chunk], scales[chunk] = encode_weight(part, None)
 
-    def update_whole_(
-        self,
-        update: Tensor,
-        lr: float | Tensor,
-        weight_decay: float,
-        key: Key,
-        scale: Tensor | None = None,
-    ) -> None:
-        """``W <- (1 - lr wd) W - lr scale update`` for an m x n fp32 update, rounded stochastically; see
-        :func:`apply_whole_`."""
-        for chunk in row_chunks(*self.codes.shape):
-            value = self.decode_rows(chunk.start, chunk.stop)
-            apply_whole_(value, update[chunk], lr, weight_decay, scale)
-            kept = (
-                None if scale is None else (self.codes[chunk].clone(), self.scales[chunk].clone())
-            )
-            offset = chunk.start * self.codes.shape[1]
-            self.codes[chunk], self.scales[chunk] = encode_weight(value, key, offset)
-            if scale is not None and kept is not None:  # encoded once more they might be others
-                for now, before in zip((self.codes[chunk], self.scales[chunk]), kept, strict=True):
-                    now.copy_(torch.where(scale != 0, now, before))
-
     def load_(self, codes: Tensor, scales: Tensor) -> None:
         """Take codes and scales as they are.
 
@@ -169,10 +145,10 @@ def update_together_(
     weight_decay: float,
     **how: Any,
 ) -> None:
-    """Low-rank updates of weights of one shape, B matrices in all, rounded stochastically.
+    """Updates of weights of one shape, B matrices in all, rounded stochastically.
 
     Args:
-        how: rank, column_scale, keys and transposed of :func:`int8_low_rank_updates_`, which says what the rest is.
+        how: rank, column_scale, keys, transposed and beside of :func:`int8_low_rank_updates_`, which says what the rest is.
     """
     codes, scales = [one.codes for one in encoded], [one.scales for one in encoded]
     int8_low_rank_updates_(codes, scales, update, projections, lr, weight_decay, **how)

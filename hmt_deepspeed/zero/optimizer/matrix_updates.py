@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
-from hmt_deepspeed.kernels.noise import Stream, base_key, host_step_key
+from hmt_deepspeed.kernels.noise import Stream
 from hmt_deepspeed.optim.rules.change import Change
 from hmt_deepspeed.optim.rules.numbers import StepNumbers
 from hmt_deepspeed.zero.offload.weight import HostWeight
@@ -57,15 +58,18 @@ class MatrixUpdates:
             self._apply_experts(part, change)
             return
         first, size = part.members[0].weight, len(part.members)
-        whole = change.beside is not None
-        if whole and self.sharded and part.transposed and not isinstance(first, EncodedWeight):
+        whole, of_codes = change.beside is not None, isinstance(first, EncodedWeight)
+        if whole and self.sharded and of_codes:
+            self._send_whole(part, change)
+            return
+        if whole and self.sharded and part.transposed:
             width = part.members[0].gradient.shards.max_rows * part.stack.shape[1]
             most = max(1, self.settings.gather_elements // width)
             for begin in range(0, size, most):
                 end = min(begin + most, size)
                 self._apply_exchanged(part.part(begin, end), change.part(begin, end))
             return
-        if whole and isinstance(first, (HostWeight, EncodedWeight)):
+        if whole and isinstance(first, HostWeight):
             self._apply_whole(part, change, part.transposed)
             return
         by_rows = first.by_rows and not part.transposed
@@ -119,8 +123,7 @@ class MatrixUpdates:
             self._numbers.step(self._step_count, part.stack.device),
         )
         keys = part.stack.keys(number, Stream.WEIGHT_ROUNDING) if weights[0].rounds else None
-        # whole rows of an update are those that this rank has
-        by_rows, update = weights[0].by_rows or change.beside is not None, change.update
+        by_rows, update = self._takes_rows(part, change), change.update
         if by_rows:
             begin, end = weights[0].shards.rows(weights[0].rank)
             if transposed:
@@ -208,9 +211,6 @@ class MatrixUpdates:
     ) -> None:
         """Updates of the weights held here, from those of the experts held here or ``of_all``."""
         weights, first = [p.weight for p in part.members], part.stack.first
-        if change.beside is not None and isinstance(weights[0], EncodedWeight):
-            self._step_whole_codes(part, change)
-            return
         hyper = self._hyper(part.members[0])
         number = self._numbers.step(self._step_count, part.stack.device)
         keys = None
@@ -245,51 +245,37 @@ class MatrixUpdates:
         whole = change.beside is not None and not isinstance(first, EncodedWeight)
         return first.by_rows or whole
 
-    def _step_whole_codes(self, part: Part, change: Change) -> None:
-        """Whole updates of INT8 experts one by one, all of them."""
-        hyper, updates = self._hyper(part.members[0]), range(len(change.scale))
-        names = [name for p in part.members if p.matrix is not None for name in p.matrix.names]
-        weights = [p.weight for p in part.members]
-        experts = [
-            one for w in weights if isinstance(w, EncodedWeight) for one in w.encoded.matrices()
-        ]
-        for b, name, expert in zip(updates, names, experts, strict=True):
-            update, taken = change.whole(b, None), (change.scale[b, 0] != 0).float()
-            base = base_key(part.members[0].seed, name)
-            key = host_step_key(base, self._step_count, Stream.WEIGHT_ROUNDING)
-            update = update.t() if part.transposed else update
-            expert.update_whole_(update, hyper["lr"], hyper["weight_decay"], key, taken)
-
     # -- whole updates --------------------------------------------------------------------------
 
     def _apply_whole(self, part: Part, change: Change, transposed: bool) -> None:
-        """Updates made whole one by one, for weights of other kinds."""
+        """Updates made whole one by one, for weights in host memory."""
         columns = part.stack.update_columns(change)
         for b, param_state in enumerate(part.members):
             update, weight = change.whole(b, columns[b]), param_state.weight
             taken = (change.scale[b, 0] != 0).float()
-            if self.sharded and isinstance(weight, EncodedWeight):
-                self._exchange_whole(param_state, transposed, update, taken)
-                continue
             hyper, key = self._hyper(param_state), param_state.rounding_key(self._step_count)
             update = update.t() if transposed else update
             weight.step_update(update, taken, hyper["lr"], hyper["weight_decay"], key)
             self._gather_weights([param_state], self._gather)
 
-    def _exchange_whole(
-        self, param_state: ParamState, transposed: bool, update: Tensor, scale: Tensor
-    ) -> None:
-        """An INT8 weight has no part that is this rank's: the update travels, also a full-rank one."""
-        weight, shards, width = param_state.weight, param_state.gradient.shards, update.shape[1]
-        hyper, key = self._hyper(param_state), param_state.rounding_key(self._step_count)
+    def _send_whole(self, part: Part, change: Change) -> None:
+        """Whole updates of INT8 weights, of which no part is this rank's, travel one by one to all ranks."""
+        columns, dtype = part.stack.update_columns(change), self.settings.comm_dtype
+        for b, param_state in enumerate(part.members):
+            own = change.whole(b, columns[b]).to(dtype)
+            length = param_state.gradient.shards.max_rows * own.shape[1]
+            taken = (change.scale[b : b + 1] != 0).float()
+            deliver = partial(self._apply_sent, part.part(b, b + 1), taken)
+            self._gather.add(own.reshape(-1), length, deliver)
 
-        def deliver(packed: Tensor) -> None:
-            (whole,) = _whole_rows(packed.reshape(shards.world, 1, shards.max_rows, width), shards)
-            found = whole.t() if transposed else whole
-            weight.step_update(found, scale, hyper["lr"], hyper["weight_decay"], key)
-
-        part = update.to(self.settings.comm_dtype)
-        self._gather.add(part.reshape(-1), shards.max_rows * width, deliver)
+    def _apply_sent(self, part: Part, taken: Tensor, packed: Tensor) -> None:
+        """The update of one weight that all ranks have sent rows of; ``taken``: 1 x 2, ones or zeros."""
+        shards = part.members[0].gradient.shards
+        sent = packed.reshape(shards.world, 1, shards.max_rows, -1)
+        rows = _whole_rows(sent, shards)
+        beside = ScaledRows([rows[0]], taken[:, :1].expand(-1, shards.m).contiguous())
+        change = Change(rows[..., :0], taken, beside)
+        self._apply_factors(part, change, part.stack.update_columns(change), part.transposed)
 
 
 def _whole_rows(packed: Tensor, shards: Shards) -> Tensor:

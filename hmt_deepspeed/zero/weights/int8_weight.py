@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hmt_deepspeed.kernels.noise import Key
 from hmt_deepspeed.optim.backward.int8_linear import (
     Int8Weight,
     encoded_weights,
@@ -97,20 +96,9 @@ class EncodedWeight(Weight):
     def together(self) -> Hashable:
         return "int8"
 
-    def step_update(
-        self, update: Tensor, scale: Tensor, lr: float | Tensor, weight_decay: float, key: Key
-    ) -> None:
-        """``W <- (1 - lr wd) W - lr scale update`` on all rows.
-
-        Args:
-            update: fp32, m x n. scale: 0-dim; where it is 0 nothing changes.
-            lr, weight_decay: of this step. key: seed of the rounding, the same on every rank.
-        """
-        self.encoded.update_whole_(update, lr, weight_decay, key, scale)
-
     @staticmethod
     def step_whole(weights: Sequence[Weight], change: LowRankChange) -> None:
-        """Low-rank updates of all rows, on every rank alike."""
+        """Updates of all rows, on every rank alike."""
         update_together_(
             [weight.encoded for weight in weights if isinstance(weight, EncodedWeight)],
             change.update,
@@ -121,6 +109,7 @@ class EncodedWeight(Weight):
             column_scale=change.scale,
             keys=change.keys,
             transposed=change.transposed,
+            beside=change.beside,
         )
 
     def state_dict(self) -> dict[str, Tensor]:

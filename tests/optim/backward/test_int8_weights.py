@@ -7,6 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmt_deepspeed.kernels import chunks
+from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.noise import base_key, step_keys
 from hmt_deepspeed.optim.backward.int8_linear import (
     Int8Weight,
@@ -30,6 +31,15 @@ def update_(encoded, left, right, lr, weight_decay):
     keys = step_keys(torch.tensor([base_key(0, "w")]), 0, 0)
     how = {"rank": left.shape[1], "column_scale": torch.ones(1, 2), "keys": keys}
     update_together_([encoded], left.unsqueeze(0), [right], lr, weight_decay, **how)
+
+
+def whole_update_(encoded, update, lr, weight_decay, step=0, scale=1.0):
+    """``W <- (1 - lr wd) W - lr scale update``."""
+    (m, n), beside = update.shape, ScaledRows([update], torch.full((1, len(update)), scale))
+    how = {"rank": 0, "column_scale": torch.full((1, 2), scale), "beside": beside}
+    how["keys"] = step_keys(torch.tensor([base_key(0, "w")]), step, 0)
+    none = torch.empty(1, m, 0), [torch.empty(n, 0)]
+    update_together_([encoded], *none, lr, weight_decay, **how)
 
 
 # -- storage ----------------------------------------------------------------------------------------
@@ -99,7 +109,7 @@ def test_conversion_and_updates_hold_a_few_rows_at_a_time(monkeypatch):
     assert seen.largest <= max(m * n, 8 * chunk)  # the codes, or a chunk in eight bytes
     with Allocations() as seen:
         update_(encoded, left, right, 1e-3, 0.1)
-        encoded.update_whole_(whole, 1e-3, 0.1, 5)
+        whole_update_(encoded, whole, 1e-3, 0.1)
     assert seen.largest <= 8 * chunk < m * n
     with Allocations() as seen:
         encoded.decode_rows(0, m)
@@ -112,7 +122,7 @@ def test_update_is_the_formula_up_to_one_code(whole):
     left, right = torch.randn(40, 4), torch.randn(300, 4)
     expected = 0.999 * encoded.decode() - 1e-2 * (left @ right.t())
     if whole:
-        encoded.update_whole_(left @ right.t(), 1e-2, 0.1, 9)
+        whole_update_(encoded, left @ right.t(), 1e-2, 0.1)
     else:
         update_(encoded, left, right, 1e-2, 0.1)
     step = encoded.scales.repeat_interleave(256, 1)[:, :300]
@@ -125,10 +135,10 @@ def test_a_whole_update_of_scale_zero_changes_no_bit():
     """Values as rounding leaves them, of very different size: once more encoded they are the same."""
     value = torch.randn(64, 300) * torch.logspace(-6, 3, 64).unsqueeze(1)
     encoded = Int8Weight(value)
-    encoded.update_whole_(torch.randn(64, 300), 1e-3, 0.1, 5)
+    whole_update_(encoded, torch.randn(64, 300), 1e-3, 0.1)
     codes, scales = encoded.codes.clone(), encoded.scales.clone()
-    for key in range(20):
-        encoded.update_whole_(torch.randn(64, 300), 1e-3, 0.1, key, torch.tensor(0.0))
+    for step in range(20):
+        whole_update_(encoded, torch.randn(64, 300), 1e-3, 0.1, step, scale=0.0)
     assert torch.equal(encoded.scales, scales)
     assert torch.equal(encoded.codes, codes)
 
@@ -139,7 +149,7 @@ def test_rounding_does_not_depend_on_the_chunks(monkeypatch):
     for chunk in (1 << 20, 1 << 10):
         monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk)
         encoded = Int8Weight(value)
-        encoded.update_whole_(update, 1e-3, 0.1, 5)
+        whole_update_(encoded, update, 1e-3, 0.1)
         found.append(encoded)
     assert torch.equal(found[0].codes, found[1].codes)
     assert torch.equal(found[0].scales, found[1].scales)
