@@ -110,12 +110,15 @@ class Slot:
 
     # -- gradient -------------------------------------------------------------------------------
 
-    def prepare(self, step: int, due: bool) -> None:
-        """Open the accumulation window of a step, before whose end the basis is found where that is due."""
+    def prepare(self, step: Tensor | int, due: bool) -> None:
+        """Open the accumulation window of a step, before whose end the basis is found where that is due.
+
+        Args:
+            step: its number, or where it is on the device.
+        """
         assert self.matrix is not None
         self.due = due
-        if not due:
-            self.matrix.prepare(step)
+        self.matrix.prepare(step)
 
     def project(self) -> None:
         """Let backward project on the columns of the coming step."""

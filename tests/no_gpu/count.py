@@ -29,18 +29,21 @@ def show(name: str, step: Step, top: int) -> None:
         for title, found in (("waits", counts.waits), ("unpinned", counts.unpinned)):
             for (what, line), number in found.most_common(top):
                 print(f"  {phase} {title}: {number:6} {what:20} {line}")
+    for (what, line, numbers), times in step.renewed.most_common(top):
+        print(f"  renewed: {times:6} {what:20} {line} {numbers}")
     for (what, line), number in step.phases["step"].all_launches.most_common(top):
         print(f"  {number:8} {what:32} {line}")
 
 
 COLUMNS = ("launches", "a_layer", "refresh", "first")
-COLUMNS += ("waits", "at_refresh", "at_first", "deepspeed", "unpinned")
+COLUMNS += ("waits", "at_refresh", "at_first", "deepspeed", "unpinned", "renewed")
 HEADER = f"{'subject':18}{'ranks':6}{'mode':15}" + "".join(f"{c:>11}" for c in COLUMNS)
 
 
 def row(case: Case, one: dict[str, Step], two: dict[str, Step]) -> str:
     """Of the table in `test_launches.py`: launches of the optimizer's step, waits and copies of the whole one."""
     numbers = columns(_numbers(one), _numbers(two))
+    numbers["renewed"] = two["ordinary"].renewed.total()
     start = f"{case.subject:18}{case.ranks:<6}{case.mode:15}"
     return start + "".join(f"{numbers[c]:>11}" for c in COLUMNS)
 
@@ -49,7 +52,8 @@ def columns(one: dict[str, Any], two: dict[str, Any]) -> dict[str, int]:
     """Numbers of a mode by name of the column, of its steps with one layer and with two.
 
     launches: of an ordinary ``step()`` with two layers. a_layer: what the second adds. refresh, first: of these
-    steps. waits, at_refresh, at_first: of forward, backward and step. deepspeed, unpinned: of an ordinary one.
+    steps. waits, at_refresh, at_first: of forward, backward and step. deepspeed, unpinned: of an ordinary one. renewed,
+    of :func:`row` alone: see :class:`Step`.
     """
 
     def whole(step: dict[str, Any], key: str) -> int:

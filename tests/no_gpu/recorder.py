@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_DEEPSPEED = "deepspeed/"
+DEEPSPEED = "deepspeed/"
 _PLACES = {
     str(Path(__file__).resolve().parents[2] / "hmt_deepspeed"): "",
-    str(Path(deepspeed.__file__).parent): _DEEPSPEED,
+    str(Path(deepspeed.__file__).parent): DEEPSPEED,
 }
 _THIN = tuple(
     f"deepspeed/{name}.py"
@@ -46,12 +46,17 @@ _CAT_INPUTS = 128
 
 @dataclass
 class Counts:
-    """What was asked of the device, by (operation, source line)."""
+    """What was asked of the device, by (operation, source line).
+
+    numbers: how often, by (operation, source line of a launch, the numbers that the host gave it). Where a later step has
+    others, a CUDA graph of the earlier one would do something else.
+    """
 
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     triton: Counter[tuple[str, str]] = field(default_factory=Counter)
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
     unpinned: Counter[tuple[str, str]] = field(default_factory=Counter)
+    numbers: Counter[tuple[str, str, tuple[float, ...]]] = field(default_factory=Counter)
 
     @property
     def all_launches(self) -> Counter[tuple[str, str]]:
@@ -59,7 +64,7 @@ class Counts:
 
     def totals(self) -> dict[str, int]:
         """Numbers without their places; what DeepSpeed itself waits for is no wait of ours."""
-        foreign = sum(n for (_, line), n in self.waits.items() if line.startswith(_DEEPSPEED))
+        foreign = sum(n for (_, line), n in self.waits.items() if line.startswith(DEEPSPEED))
         return {
             "launches": self.all_launches.total(),
             "triton": self.triton.total(),
@@ -149,8 +154,15 @@ class Recorder(TorchDispatchMode):
             self._waited(name)
         count = _num_launches(func, name, args)
         if count:
-            self.counts.launches[name, where()] += count
+            line = where()
+            self.counts.launches[name, line] += count
+            self._note_numbers(name, line, (args, kwargs))
         return out
+
+    def _note_numbers(self, name: str, line: str, given: Any) -> None:
+        numbers = tuple(n for n in tree_leaves(given) if isinstance(n, (int, float)))
+        if numbers:
+            self.counts.numbers[name, line, numbers] += 1
 
     def _scalar(self, value: Tensor) -> bool | int | float:
         """What the host reads: no overflow, and otherwise a number that lets it go on."""
@@ -198,7 +210,9 @@ class Recorder(TorchDispatchMode):
                 raise RuntimeError(
                     f"{kernel.__name__} was launched with a tensor on {value.device}"
                 )
-        self.counts.triton[kernel.__name__, where()] += 1
+        name, line = kernel.__name__, where()
+        self.counts.triton[name, line] += 1
+        self._note_numbers(name, line, (args, kwargs))
 
 
 class _Pointer:

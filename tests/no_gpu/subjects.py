@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import torch
-from recorder import Counts, Recorder
+from recorder import DEEPSPEED, Counts, Recorder
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -81,14 +82,29 @@ class FakeTensors(FakeTensorMode):
 
 @dataclass
 class Step:
-    """Counts of one step by phase: forward, backward, step. ``fresh``: matrices that took a new basis in it."""
+    """Counts of one step by phase: forward, backward, step. ``fresh``: matrices that took a new basis in it.
+
+    renewed: numbers that the host gave the device in the phase "step" otherwise than in the ordinary one before, see
+        :class:`Counts`.
+    """
 
     fresh: int
     phases: dict[str, Counts]
+    renewed: Counter[tuple[str, str, tuple[float, ...]]] = field(default_factory=Counter)
 
     @property
     def kind(self) -> str:
         return "refresh" if self.fresh else "ordinary"
+
+    def compare(self, before: Step | None) -> None:
+        """Find what is :attr:`renewed`. The step's number and rates are written where kernels read them, which a program
+        that replays a graph does itself; DeepSpeed's numbers are its own."""
+        if before is None:
+            return
+        renewed = self.phases["step"].numbers - before.phases["step"].numbers
+        for (what, line, numbers), times in renewed.items():
+            if "optim/rules/numbers.py" not in line and not line.startswith(DEEPSPEED):
+                self.renewed[what, line, numbers] = times
 
 
 @dataclass(frozen=True)
@@ -295,6 +311,7 @@ def measure(case: Case, recorder: Recorder, further: int = 4) -> dict[str, Step]
     found = {"first": next(steps)}
     for _ in range(further):
         step = next(steps)
+        step.compare(found.get("ordinary"))
         found[step.kind] = step
     steps.close()
     return found

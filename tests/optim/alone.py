@@ -89,4 +89,4 @@ def step(matrix: MatrixRule, gradient: Tensor, factor: float = 1.0, **hyper: Any
 def draw_probes(matrix: MatrixRule, step: int = 0) -> None:
     """The probe columns of a step."""
     matrix.prepare(step)
-    ProbeDraws().draw([matrix], step)
+    ProbeDraws().draw([matrix])

@@ -119,7 +119,7 @@ def test_the_norm_of_experts_is_known_however_few_columns_their_bases_have() -> 
     gradient, estimates = torch.randn(experts, m, n), []
     for step in range(300):
         matrix.prepare(step, refreshed=True)
-        ProbeDraws().draw([matrix], step)
+        ProbeDraws().draw([matrix])
         sums = stack.measure([stack], [gradient @ matrix.projection], slice(None))
         estimates.append(stack.square_norms(sums))
     share = torch.stack(estimates).mean(dim=0) / gradient.square().sum(dim=(1, 2))

@@ -21,6 +21,7 @@ from hmt_deepspeed.optim.decisions.policy import RankPolicy, build_policy
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
 from hmt_deepspeed.optim.decisions.sharing import regroup, share_bases, stacked_gradient
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
+from hmt_deepspeed.optim.rules.numbers import StepNumbers
 from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, adopt_together
 from hmt_deepspeed.optim.slot import Slot
@@ -42,7 +43,7 @@ class BasisRefreshes:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
         self.slots: list[Slot] = []
-        self._draws = ProbeDraws()
+        self._draws, self._numbers = ProbeDraws(), StepNumbers()
         self.groups: list[list[int]] = []
         self.schedule = RefreshSchedule((), 1, 0)
         self.policy = build_policy((), options)
@@ -100,8 +101,8 @@ class BasisRefreshes:
                 due.discard(index)
                 slot.redraw(self.schedule.num_refreshes[index])
                 self.schedule.refreshed(index, step)
-            slot.prepare(step, index in due)
-        self._draws.draw((slot.matrix for slot in self.slots if slot.matrix is not None), step)
+            slot.prepare(self._numbers.step(step, slot.param.device), index in due)
+        self._draws.draw(slot.matrix for slot in self.slots if slot.matrix is not None)
         for slot in self.slots:
             slot.project()
         shared.lay_out()

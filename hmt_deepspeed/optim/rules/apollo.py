@@ -166,7 +166,7 @@ class ApolloMatrix(MatrixRule):
     def state_bytes(self) -> int:
         return self.moments.nbytes
 
-    def prepare(self, step: int, refreshed: bool = False) -> None:
+    def prepare(self, step: Tensor | int, refreshed: bool = False) -> None:
         """Nothing is drawn per step."""
 
     @property

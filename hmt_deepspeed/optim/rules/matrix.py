@@ -199,11 +199,11 @@ class MatrixRule(ABC):
     # -- a window -------------------------------------------------------------------------------
 
     @abstractmethod
-    def prepare(self, step: int, refreshed: bool = False) -> None:
+    def prepare(self, step: Tensor | int, refreshed: bool = False) -> None:
         """Draw what is random for the coming step, keyed by name and step.
 
         Args:
-            refreshed: the gradient of this very step has made the basis.
+            step: its number, or where it is on the device. refreshed: the gradient of this very step has made the basis.
         """
 
     # -- energy ---------------------------------------------------------------------------------

@@ -40,11 +40,11 @@ class ProbeDraws:
         self._of: list[tuple[Hashable, Columns]] = []
         self._known: dict[Hashable, _Draw] = {}
 
-    def draw(self, matrices: Iterable[MatrixRule], step: Tensor | int) -> None:
-        """Draw those of a step in place, keyed by the name of the basis's owner.
+    def draw(self, matrices: Iterable[MatrixRule]) -> None:
+        """Draw those of the step that they are prepared for in place, keyed by the name of the basis's owner.
 
         Args:
-            matrices: those that are no owners, are redrawn, have no probes or are not here are passed over.
+            matrices: of one step; those that are no owners, are redrawn, have no probes or are not here are passed over.
         """
         projected = [matrix for matrix in matrices if isinstance(matrix, ProjectedMatrix)]
         of = [(matrix.alike, matrix.columns) for matrix in projected]
@@ -53,7 +53,11 @@ class ProbeDraws:
             self._form(projected)
         for first, _, stacked, base, held in self._known.values():
             stacked.gather()
-            whole, rank, keys = stacked.whole, first.rank, step_keys(base, step, Stream.PROBES)
+            whole, rank, keys = (
+                stacked.whole,
+                first.rank,
+                step_keys(base, first.window, Stream.PROBES),
+            )
             if first.own_bases:
                 whole = whole.flatten(0, 1)
             if held is not None:

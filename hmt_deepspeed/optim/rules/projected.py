@@ -62,7 +62,7 @@ class ProjectedMatrix(MatrixRule):
         self.measured = not self.takes_bases
         self.full_rank = False
         self.draw = 0
-        self.window = 0
+        self.window: Tensor | int = 0
         decides = self.settings.expert_basis is None and self.count > 1
         self.undecided = decides and self.finds_bases
         self.proposed: Tensor | None = None
@@ -198,7 +198,7 @@ class ProjectedMatrix(MatrixRule):
         """Undo :meth:`_each`."""
         return columns if self.own_bases else columns[0]
 
-    def _keys(self, names: Sequence[str], number: int, stream: Stream) -> Tensor:
+    def _keys(self, names: Sequence[str], number: Tensor | int, stream: Stream) -> Tensor:
         """The keys of each name's draw ``number``: N x 2."""
         known = tuple(names)
         if known not in self._base_keys:  # else a copy to the device for every draw
@@ -218,7 +218,7 @@ class ProjectedMatrix(MatrixRule):
         keys = self._keys(self.basis_names, number, Stream.BASIS)
         return self._of_all(random_basis(self.shape[1], rank, keys))
 
-    def prepare(self, step: int, refreshed: bool = False) -> None:
+    def prepare(self, step: Tensor | int, refreshed: bool = False) -> None:
         """Note the coming step; :class:`ProbeDraws` draws."""
         self.window, self.made_basis = step, refreshed
 

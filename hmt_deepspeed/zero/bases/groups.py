@@ -93,8 +93,8 @@ class BasisGroups:
                 with self.bases.whole(self.low_rank[index]):
                     self._redraw(index, step)
         for matrix in self._matrices:
-            matrix.prepare(step)
-        self._draw_probes(runs, step)
+            matrix.prepare(self._numbers.step(step, matrix.device))
+        self._draw_probes(runs)
         for index, param_state in enumerate(self.low_rank):
             gradient = param_state.gradient
             gradient.refreshing = index in due
@@ -117,20 +117,17 @@ class BasisGroups:
         owners = [param_state for some in alike.values() for param_state in some]
         return [owners[begin:end] for begin, end in self.bases.runs(owners, whole=False)]
 
-    def _draw_probes(self, runs: Sequence[Sequence[ParamState]], step: int) -> None:
+    def _draw_probes(self, runs: Sequence[Sequence[ParamState]]) -> None:
         """Probe columns of the coming step; of bases in host memory those of a run at a time."""
         if not self.bases.stores:
-            if self._matrices:
-                number = self._numbers.step(step, self._matrices[0].device)
-                self._draws.draw(self._matrices, number)
+            self._draws.draw(self._matrices)
             return
         for some in runs:
             with self.bases.all_present(some):
                 matrices = [p.matrix for p in some if p.matrix is not None]
-                number = self._numbers.step(step, matrices[0].device)
                 away = self.bases.cache is not None
                 draws = ProbeDraws(self.bases.held_rows) if away else self._draws
-                draws.draw(matrices, number)
+                draws.draw(matrices)
 
     def _due(self, step: int) -> set[int]:
         """Matrices that refresh in the coming step."""

@@ -138,7 +138,9 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], exact: bo
 @pytest.mark.parametrize("case", ["right", "left", "no probes", "drawn anew"])
 def test_probes_drawn_alone_are_those_drawn_together(case: str) -> None:
     together, alone = matrices(case, "fp32"), matrices(case, "fp32")
-    ProbeDraws().draw(together, 3)
+    for matrix in together:
+        matrix.prepare(3)
+    ProbeDraws().draw(together)
     for matrix, other in zip(together, alone, strict=True):
         assert isinstance(matrix, ProjectedMatrix)
         assert isinstance(other, ProjectedMatrix)
