@@ -6,7 +6,7 @@ A rule is one row of :data:`RULES` and one class that carries it out. Whoever ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Literal
@@ -23,6 +23,7 @@ __all__ = [
     "State",
     "Sum",
     "SumOf",
+    "dense_states_dtype",
     "methods",
     "rank_at",
     "register_rule",
@@ -41,6 +42,15 @@ MULTIPLE = 8  # of ranks that are shares of a side: what a kernel's tiles take
 Axis = Literal["rows", "columns", "rank", 1]
 Shape = tuple[Axis, ...]
 SumOf = Literal["gradient", "states", "update"]
+
+
+def dense_states_dtype(wanted: str, shape: Sequence[int]) -> str:
+    """Storage of AdamW's moments: fp32 of what is too small for 8 bits, and of vectors, which step together.
+
+    Args:
+        wanted: ``hmt.optimizer.state_dtype``. shape: of the whole parameter.
+    """
+    return wanted if len(shape) > 1 and prod(shape) >= MIN_INT8_ELEMENTS else "fp32"
 
 
 def stored_bytes(numel: int, dtype: str) -> int:

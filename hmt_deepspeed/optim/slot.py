@@ -22,7 +22,7 @@ from hmt_deepspeed.optim.rules.dense import (
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix, stored_projection
 from hmt_deepspeed.optim.settings.assign import Assignment
-from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
+from hmt_deepspeed.rules import MIN_INT8_ELEMENTS, dense_states_dtype
 
 __all__ = ["ParameterRow", "Slot"]
 
@@ -181,9 +181,8 @@ class Slot:
     def _dense_state(self) -> DenseState:
         if self.dense is None:
             param = self.param
-            self.dense = new_dense_state(
-                tuple(param.shape), self.state_dtype, param.numel(), param.device
-            )
+            dtype = dense_states_dtype(self.state_dtype, self.assigned.shape)
+            self.dense = new_dense_state(tuple(param.shape), dtype, param.device)
         return self.dense
 
     def step_dense(self, step: Tensor | int, hyper: Mapping[str, Any]) -> None:

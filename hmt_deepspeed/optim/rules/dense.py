@@ -14,7 +14,6 @@ from hmt_deepspeed.kernels.noise import Stream, step_keys
 from hmt_deepspeed.kernels.stochastic_rounding import stochastic_round, stochastic_rounds
 from hmt_deepspeed.optim.rules.formulas import adamw_
 from hmt_deepspeed.optim.rules.state import StateTensor
-from hmt_deepspeed.rules import MIN_INT8_ELEMENTS
 
 __all__ = [
     "DenseState",
@@ -33,12 +32,9 @@ CHUNK_ELEMENTS = {True: 1 << 22, False: 1 << 25}
 MOST_ROUNDED = 1 << 20
 
 
-def new_dense_state(
-    shape: tuple[int, ...], dtype: str, whole_numel: int, device: torch.device
-) -> DenseState:
-    """Zero moments; in fp32 those of a parameter that is small as a whole, whatever its shards."""
-    kind = dtype if whole_numel >= MIN_INT8_ELEMENTS else "fp32"
-    first, second = (StateTensor(shape, kind, signed, device) for signed in (True, False))
+def new_dense_state(shape: tuple[int, ...], dtype: str, device: torch.device) -> DenseState:
+    """Zero moments, of a shard those of its elements; see :func:`~hmt_deepspeed.rules.dense_states_dtype`."""
+    first, second = (StateTensor(shape, dtype, signed, device) for signed in (True, False))
     return first, second, torch.zeros((), device=device)
 
 

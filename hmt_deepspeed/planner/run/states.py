@@ -17,9 +17,9 @@ from hmt_deepspeed.planner.model.shapes import ModelShape, Parameter, num_parame
 from hmt_deepspeed.planner.run.modes import REPLICATED, OptimizerMode, Sharding
 from hmt_deepspeed.rules import (
     DENSE,
-    MIN_INT8_ELEMENTS,
     STATE_BLOCK,
     State,
+    dense_states_dtype,
     rule_of,
     stored_bytes,
 )
@@ -168,7 +168,7 @@ def _states_of(
         if mode.basis_of(parameter) == "auto":
             found |= _fuller(parameter, mode, found, *given)
         return sizes | found
-    dtype = mode.state_dtype if parameter.numel >= MIN_INT8_ELEMENTS else "fp32"
+    dtype = dense_states_dtype(mode.state_dtype, parameter.shape)
     each = stored_bytes(_part(parameter.numel, sharding.ranks(1)), dtype)
     return sizes | {
         "gradients": _part(parameter.numel, sharding.ranks(2)) * gradient_itemsize,

@@ -222,7 +222,10 @@ def _states(param_state: ParamState, wanted: str) -> str:
     settings = param_state.assignment.settings
     told = f"{stored} states"
     told += f", {settings.rule.note}" if settings is not None and settings.rule.note else ""
-    return told if stored == wanted else f"{told} (under {MIN_INT8_ELEMENTS} elements)"
+    if stored == wanted:
+        return told
+    is_vector = len(param_state.assignment.shape) == 1
+    return f"{told} ({'a vector' if is_vector else f'under {MIN_INT8_ELEMENTS} elements'})"
 
 
 def _placement(param_state: ParamState) -> str:

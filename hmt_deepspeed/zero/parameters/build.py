@@ -27,6 +27,7 @@ from hmt_deepspeed.optim.settings.assign import (
     tied_weights,
 )
 from hmt_deepspeed.optim.settings.options import matrix_settings, module_rules
+from hmt_deepspeed.rules import dense_states_dtype
 from hmt_deepspeed.zero.gradients.gradient import Gradient
 from hmt_deepspeed.zero.offload.adamw import HostAdamW
 from hmt_deepspeed.zero.offload.states import MASTER, MOMENTS, HostMoment, RamStates, SsdStates
@@ -141,9 +142,8 @@ def build_param_states(
             gradient.host = HostGradient(weight.worker, name, weight.num_elements)
             host = HostAdamW(weight, gradient.host, state[2])
         elif matrix is None:
-            state = new_dense_state(
-                (weight.num_elements,), options["state_dtype"], weight.shards.m, weight.device
-            )
+            dtype = dense_states_dtype(options["state_dtype"], assignment.shape)
+            state = new_dense_state((weight.num_elements,), dtype, weight.device)
         param_states.append(
             ParamState(assignment, group, gradient, weight, matrix, state, options["seed"], host)
         )

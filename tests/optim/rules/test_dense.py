@@ -37,7 +37,7 @@ def keys(step: int) -> tuple[int, int]:
 def train(dtype: torch.dtype, states: str, part: slice = slice(None)) -> list[Tensor]:
     """Three steps of a part of a parameter; the second has no gradient."""
     weight = randn(0)[part].to(dtype)
-    state = new_dense_state(tuple(weight.shape), states, NUMEL, weight.device)
+    state = new_dense_state(tuple(weight.shape), states, weight.device)
     for step in range(3):
         gradient = None if step == 1 else randn(1 + step)[part].bfloat16()
         dense_adamw_(
@@ -90,7 +90,7 @@ def test_a_step_that_is_not_taken_changes_no_bit(
     monkeypatch: Any, dtype: torch.dtype, states: str
 ) -> None:
     monkeypatch.setattr(dense, "CHUNK_ELEMENTS", {True: CHUNK})
-    weight, state = randn(0).to(dtype), new_dense_state((NUMEL,), states, NUMEL, CPU)
+    weight, state = randn(0).to(dtype), new_dense_state((NUMEL,), states, CPU)
     held = [weight, *state[0].tensors(), *state[1].tensors(), state[2]]
     bad = randn(2)
     bad[::7] = float("nan")
@@ -111,7 +111,7 @@ def test_a_step_that_is_not_taken_changes_no_bit(
 def test_a_step_that_is_taken_is_the_same_by_decision_of_the_device(states: str) -> None:
     found = []
     for given in ({}, {"taken": torch.tensor(True)}):
-        weight, state = randn(0).bfloat16(), new_dense_state((NUMEL,), states, NUMEL, CPU)
+        weight, state = randn(0).bfloat16(), new_dense_state((NUMEL,), states, CPU)
         for step in range(3):
             dense_adamw_(weight, randn(1 + step), state, *keys(step), **given, **HYPER)
         found.append([weight, *state[0].tensors(), *state[1].tensors(), state[2]])
@@ -123,7 +123,7 @@ def test_a_step_that_is_taken_is_the_same_by_decision_of_the_device(states: str)
 def test_a_number_on_the_device_rounds_as_one_of_the_host(states: str) -> None:
     found = []
     for kind in (int, torch.tensor):
-        weight, state = randn(0).bfloat16(), new_dense_state((NUMEL,), states, NUMEL, CPU)
+        weight, state = randn(0).bfloat16(), new_dense_state((NUMEL,), states, CPU)
         for step in range(3):
             dense_adamw_(weight, randn(1 + step), state, base_key(0, "w"), kind(step), **HYPER)
         found.append([weight, *state[0].tensors(), *state[1].tensors()])
@@ -132,7 +132,7 @@ def test_a_number_on_the_device_rounds_as_one_of_the_host(states: str) -> None:
 
 
 def test_a_shard_without_elements_counts_its_steps() -> None:
-    weight, state = torch.zeros(0), new_dense_state((0,), "fp32", 8, CPU)
+    weight, state = torch.zeros(0), new_dense_state((0,), "fp32", CPU)
     for taken in (True, False, True):
         how = {"factor": torch.tensor(1.0), "taken": torch.tensor(taken), **HYPER}
         dense_adamw_(weight, None, state, *keys(0), **how)
@@ -154,7 +154,7 @@ def test_small_parameters_step_together_as_alone(skips: bool) -> None:
             copy = None if dtype is None else weight.to(dtype)
             if place in rounded:
                 weight = weight.bfloat16()
-            state = new_dense_state((size,), "fp32", size, CPU)
+            state = new_dense_state((size,), "fp32", CPU)
             base, offset = base_key(0, str(place)), rounded.get(place, 0)
             params.append(SmallParameter(weight, None, state, copy, base, offset))
         for step in range(3):
@@ -187,7 +187,7 @@ def test_small_parameters_step_together_as_alone(skips: bool) -> None:
 
 @pytest.mark.parametrize("states", ["bf16", "int8"])
 def test_states_of_fewer_bits_do_not_step_with_others(states: str) -> None:
-    small = SmallParameter(randn(0), None, new_dense_state((NUMEL,), states, NUMEL, CPU), None)
+    small = SmallParameter(randn(0), None, new_dense_state((NUMEL,), states, CPU), None)
     assert not small.fits
 
 
@@ -202,7 +202,7 @@ def test_states_of_fewer_bits_do_not_step_with_others(states: str) -> None:
 def test_what_is_large_does_not_step_with_others(
     monkeypatch: Any, dtype: torch.dtype, limit: str, changed: Any
 ) -> None:
-    weight, state = randn(0).to(dtype), new_dense_state((NUMEL,), "fp32", NUMEL, CPU)
+    weight, state = randn(0).to(dtype), new_dense_state((NUMEL,), "fp32", CPU)
     small = SmallParameter(weight, None, state, None)
     assert small.fits
     monkeypatch.setattr(dense, limit, changed)
@@ -228,7 +228,7 @@ class Largest(TorchDispatchMode):
 def test_nothing_new_is_larger_than_a_chunk(monkeypatch: Any, states: str) -> None:
     monkeypatch.setattr(dense, "CHUNK_ELEMENTS", {True: CHUNK})
     weight, gradient = randn(0).bfloat16(), randn(1).bfloat16()
-    state = new_dense_state((NUMEL,), states, NUMEL, weight.device)
+    state = new_dense_state((NUMEL,), states, weight.device)
     with Largest() as largest:
         dense_adamw_(weight, gradient, state, *keys(0), taken=torch.tensor(True), **HYPER)
     assert 0 < largest.nbytes <= 8 * CHUNK  # int64 counters of the rounding's noise

@@ -111,10 +111,12 @@ def test_resume_is_bit_exact(rule, dtype):
     assert_same_state(optimizer.state_dict()["state"][0], fresh.state_dict()["state"][0])
 
 
-def test_small_dense_states_stay_fp32():
-    small, large = nn.Parameter(torch.zeros(4095)), nn.Parameter(torch.zeros(4096))
-    optimizer = HMT([small, large], method="adamw", state_dtype="int8")
-    assert [row.state_bytes for row in optimizer.describe()] == [8 * 4095, 2 * (4096 + 16 * 4)]
+def test_dense_states_of_vectors_and_small_matrices_stay_fp32():
+    shapes = (4096,), (65, 63), (64, 64)
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = HMT(params, method="adamw", state_dtype="int8")
+    found = [row.state_bytes for row in optimizer.describe()]
+    assert found == [8 * 4096, 8 * 4095, 2 * (4096 + 16 * 4)]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
