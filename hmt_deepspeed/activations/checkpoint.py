@@ -93,9 +93,7 @@ class Call:
         tensors = [args[place] for place in self._places]
         chosen = dict(zip(activations_among(args), holders, strict=False))
         self._inputs = _save(tensors, record.recording, chosen)
-        self._surroundings = Surroundings(tensors)
-        if options.preserve_rng_state:
-            self._surroundings.remember_random_states()
+        self._surroundings = Surroundings(tensors, options.preserve_rng_state)
         self._recording, self._ledger = record.recording, record.ledger
         self._replay, self._record = replay, record
         self._geometries: list[tuple[Any, ...]] | None = None
@@ -212,12 +210,12 @@ class Surroundings:
     """Autocast and random states of a forward, for its second run.
 
     Args:
-        tensors: the function's arguments, whose devices count.
+        tensors: the function's arguments, whose devices count; none is kept. draws: whether it needs random states.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [t for t in tensors if t.device.type not in ("cpu", "meta")]
-        self._kinds = {"cpu", *(t.device.type for t in self._tensors)}
+    def __init__(self, tensors: Sequence[Tensor], draws: bool) -> None:
+        there = [t for t in tensors if t.device.type not in ("cpu", "meta")]
+        self._kind = there[0].device.type if there else "cuda"  # of the devices with random states
         self._autocasts = [
             (
                 kind,
@@ -225,13 +223,11 @@ class Surroundings:
                 torch.is_autocast_enabled(kind),
                 torch.is_autocast_cache_enabled(),
             )
-            for kind in self._kinds
+            for kind in {"cpu", *(t.device.type for t in there)}
         ]
         self._states: tuple[Tensor, list[int], list[Tensor]] | None = None
-
-    def remember_random_states(self) -> None:
-        """As they are now."""
-        self._states = (torch.get_rng_state(), *get_device_states(*self._tensors))
+        if draws:
+            self._states = (torch.get_rng_state(), *get_device_states(*there))
 
     def forget_random_states(self) -> None:
         """Nothing is drawn."""
@@ -243,10 +239,9 @@ class Surroundings:
         with ExitStack() as stack:
             if self._states is not None:
                 random, devices, states = self._states
-                kind = self._tensors[0].device.type if self._tensors else "cuda"
-                stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+                stack.enter_context(torch.random.fork_rng(devices, device_type=self._kind))
                 torch.set_rng_state(random)
-                set_device_states(devices, states, device_type=kind)
+                set_device_states(devices, states, device_type=self._kind)
             for kind, dtype, enabled, cached in self._autocasts:
                 autocast = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
                 stack.enter_context(autocast)

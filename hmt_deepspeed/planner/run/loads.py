@@ -292,7 +292,7 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
             backward[Amount.NETWORK] += site.nbytes * (1 - 1 / parts)
     times = setup.at_once
     if isinstance(layer, Head):
-        working = layer.logits_bytes + swapped
+        working = layer.logits_bytes + swapped + setup.end_buffer_bytes
         return LayerLoad(times * forward, times * backward, times * held, working, 0.0)
     for site in again:
         is_attention = site.name == "attention_output"

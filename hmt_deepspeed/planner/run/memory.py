@@ -13,9 +13,11 @@ from hmt_deepspeed.config.codecs import place_of
 from hmt_deepspeed.config.components import Choice, Component, legal_choices
 from hmt_deepspeed.planner.hardware import Machine
 from hmt_deepspeed.planner.model.layer_sites import Site
+from hmt_deepspeed.planner.model.listed import ListedShape
+from hmt_deepspeed.planner.model.shapes import parameters
 from hmt_deepspeed.planner.model.workload import Workload
 from hmt_deepspeed.planner.run.modes import REPLICATED, OptimizerMode, Sharding, StateDtype
-from hmt_deepspeed.planner.run.refresh import worst_refresh
+from hmt_deepspeed.planner.run.refresh import WorstRefresh, worst_refresh
 from hmt_deepspeed.planner.run.states import (
     ModelStates,
     communication_volume,
@@ -38,6 +40,8 @@ __all__ = [
     "model_states",
     "temporary_bytes",
 ]
+
+_WIDE = 4  # bytes of an element in fp32
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ class TemporaryBytes:
         buckets: gradients on their way between ranks.
         full_gradient: of the matrices that refresh their basis together, beyond their projected ones.
         refreshed_inputs: of their linears in the layer that keeps most.
+        layer_sums, end_sums: where all micro-batches of a step go through a layer at once: of whole gradients that autograd
+            sums in fp32, beyond what is kept of them, with one on its way; in a layer, and of embedding or head.
     """
 
     logits: int
@@ -163,6 +169,8 @@ class TemporaryBytes:
     buckets: int
     full_gradient: int
     refreshed_inputs: int
+    layer_sums: int
+    end_sums: int
 
     @property
     def peak(self) -> int:
@@ -211,7 +219,35 @@ def temporary_bytes(
             ),
             default=0,
         ),
+        *_sums(workload, mode, refresh, gradient_itemsize or itemsize),
     )
+
+
+def _sums(
+    workload: Workload, mode: OptimizerMode, refresh: WorstRefresh, kept: int
+) -> tuple[int, int]:
+    """Bytes of sums of whole gradients in fp32 beyond ``kept`` an element, in a layer and at the model's ends.
+
+    A gradient on its way is there as it was computed and in fp32, and added in place.
+    """
+    shape, itemsize = workload.shape, workload.itemsize
+    arriving = _WIDE + (itemsize if itemsize < _WIDE else 0)
+
+    def of(numels: list[int], refreshing: int = 0, largest: int = 0) -> int:
+        each = max(0, _WIDE - kept) * (sum(numels) + refreshing)
+        return each + arriving * max([largest, *numels])
+
+    whole = [
+        p
+        for p in parameters(shape)
+        if p.trained and (not mode.is_low_rank(p) or mode.updates_whole(p))
+    ]
+    in_layers = [p for p in whole if p.name.startswith(f"{shape.names.layer}.")]
+    groups = [in_layers]
+    if isinstance(shape, ListedShape):
+        groups = [[p for p in in_layers if p in group.parameters] for group in shape.groups]
+    layer = max(of([p.numel for p in g], refresh.elements, refresh.largest) for g in groups)
+    return layer, max((of([p.numel]) for p in whole if p not in in_layers), default=0)
 
 
 def _on_their_way(workload: Workload, mode: OptimizerMode, bucket_elements: int) -> int:

@@ -47,8 +47,8 @@ class RunSetup:
         model_parallel: ranks that compute the same layer inputs. partition_activations: each holds its part
             of them (ZeRO-R's P_a).
         gradient_buffer_bytes: GPU bytes that gradients take during a backward beyond what accumulates:
-            reduction buckets, and full gradients of matrices that refresh. refresh_bytes: of their linears'
-            inputs. Both of the worst step.
+            reduction buckets, full gradients of matrices that refresh, and in vertical order sums in fp32; those of embedding
+            and head are end_buffer_bytes. refresh_bytes: of the refreshing linears' inputs. All of the worst step.
         engine: what HMT's engine takes of host memory; None for another's, whose buffers are of a few layers.
     """
 
@@ -65,6 +65,7 @@ class RunSetup:
     model_parallel: int = 1
     partition_activations: bool = False
     gradient_buffer_bytes: float = 0.0
+    end_buffer_bytes: float = 0.0
     refresh_bytes: float = 0.0
     engine: EngineMemory | None = None
 
@@ -106,9 +107,12 @@ class RunSetup:
 
     def with_buffers(self, temporary: TemporaryBytes) -> RunSetup:
         """The setup with the buffers of its worst step."""
+        buffers = temporary.buckets + temporary.full_gradient
+        vertical = self.at_once > 1
         return replace(
             self,
-            gradient_buffer_bytes=float(temporary.buckets + temporary.full_gradient),
+            gradient_buffer_bytes=float(buffers + vertical * temporary.layer_sums),
+            end_buffer_bytes=float(vertical * temporary.end_sums),
             refresh_bytes=float(temporary.refreshed_inputs),
         )
 

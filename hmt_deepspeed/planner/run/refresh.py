@@ -7,7 +7,7 @@ in which all matrices are due and as many as that allows find their basis, in th
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -32,10 +32,13 @@ class WorstRefresh(NamedTuple):
 
     full_gradients: bytes that they have beyond the projected gradients whose place they take.
     inputs: which linears' inputs some layer keeps for it, by role; each different set once.
+    elements: of full gradients in one layer, at most. largest: elements of the largest.
     """
 
     full_gradients: int
     inputs: frozenset[frozenset[Role]]
+    elements: int
+    largest: int
 
 
 class _Group(NamedTuple):
@@ -45,6 +48,8 @@ class _Group(NamedTuple):
     roles: frozenset[Role]
     nbytes: int  # of their full gradients
     more: int  # than their projected gradients
+    elements: int
+    largest: int  # elements of one of them
 
 
 @lru_cache(maxsize=256)
@@ -56,11 +61,11 @@ def worst_refresh(shape: ModelShape, mode: OptimizerMode, gradient_itemsize: int
     """
     waiting = _groups(shape, mode, gradient_itemsize)
     if not waiting:
-        return WorstRefresh(0, frozenset())
+        return WorstRefresh(0, frozenset(), 0, 0)
     budget = mode.max_full_gradient_bytes
     if budget is None:
         budget = auto_full_gradient_bytes([group.nbytes for group in waiting])
-    most, inputs = 0, set()
+    most, inputs, elements, largest = 0, set(), 0, 0
     while waiting:
         chosen, later, alive = list[_Group](), list[_Group](), 0
         for group in waiting:
@@ -71,11 +76,15 @@ def worst_refresh(shape: ModelShape, mode: OptimizerMode, gradient_itemsize: int
             break
         most = max(most, sum(group.more for group in chosen))
         of_layer: dict[int, set[Role]] = defaultdict(set)
+        in_layer = Counter[int]()
         for group in chosen:
             of_layer[group.layer] |= group.roles
+            in_layer[group.layer] += group.elements
+            largest = max(largest, group.largest)
         inputs |= {frozenset(roles) for roles in of_layer.values()}
+        elements = max(elements, *in_layer.values())
         waiting = later
-    return WorstRefresh(most, frozenset(inputs))
+    return WorstRefresh(most, frozenset(inputs), elements, largest)
 
 
 def _groups(shape: ModelShape, mode: OptimizerMode, itemsize: int) -> list[_Group]:
@@ -123,9 +132,11 @@ def _listed_groups(shape: ListedShape, mode: OptimizerMode, itemsize: int) -> li
 def _group(
     given: list[Parameter], mode: OptimizerMode, roles: dict[str, Role], itemsize: int
 ) -> _Group:
-    whole = sum(p.numel for p in given) * itemsize
+    elements = sum(p.numel for p in given)
+    whole = elements * itemsize
     projected = sum(rows * columns for rows, columns in (gradient_columns(p, mode) for p in given))
     # without projected backward, and from the left, inputs are kept anyway
     keeps = [p.name for p in given if mode.is_projected(p) and not mode.is_transposed(p)]
     freed = frozenset(roles[name] for name in keeps if name in roles)
-    return _Group(-1, freed, whole, whole - projected * itemsize)
+    largest = max(p.numel for p in given)
+    return _Group(-1, freed, whole, whole - projected * itemsize, elements, largest)

@@ -167,6 +167,7 @@ def run_facts(
         offload_param=place_of(engine.zero_offload_param()),
         offload_optimizer=place_of(engine.zero_offload_optimizer()),
         accumulation=engine.gradient_accumulation_steps(),
+        vertical=hmt.accumulation == "vertical",
         overlap=overlap,
         schedule="optimised" if pipelined else "naive",
         holds_gradients=True,

@@ -9,6 +9,7 @@ each module's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class LayerWeights:
         for param in _parameters(module):
             # A module that is called more than once leaves more behind than its last call.
             param.ds_active_sub_modules.clear()
-            if stays or param.ds_persist or param.is_external_param:
+            if stays or _stays(param):
                 continue
             if self._streams is not None:
                 _release(param)
@@ -86,19 +87,28 @@ class LayerWeights:
         if module in self._coming or not wanted:
             return
         assert self._streams is not None
-        sizes = [param.ds_numel * param.element_size() for param in wanted]
-        places = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
-        block = torch.empty(sum(places), dtype=torch.uint8, device=wanted[0].device)
-        self._streams.scrub(block)
+        # What is not released with its layer must not keep the layer's block.
+        blocks = [[p for p in wanted if not _stays(p)], *([p] for p in wanted if _stays(p))]
+        rooms = [room for block in blocks for room in self._rooms(block)]
         ready, coming = self._streams.mark(), []
-        for param, size, room in zip(wanted, sizes, block.split(places), strict=True):
-            source = param.ds_tensor.detach().view(-1).view(torch.uint8)[:size]
-            flat = room[:size]
+        for param, flat in zip(chain.from_iterable(blocks), rooms, strict=True):
+            source = param.ds_tensor.detach().view(-1).view(torch.uint8)[: flat.numel()]
             event = self._streams.copy(Direction.TO_DEVICE, flat, source, [ready])
             coming.append((param, flat, event))
             param.ds_status = ZeroParamStatus.INFLIGHT
-        self.brought_bytes += sum(sizes)
+            self.brought_bytes += flat.numel()
         self._coming[module] = coming
+
+    def _rooms(self, params: Sequence[Any]) -> list[Tensor]:
+        """Device memory for the bytes of whole parameters, flat, side by side."""
+        if not params:
+            return []
+        assert self._streams is not None
+        sizes = [param.ds_numel * param.element_size() for param in params]
+        places = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        block = torch.empty(sum(places), dtype=torch.uint8, device=params[0].device)
+        self._streams.scrub(block)
+        return [room[:size] for room, size in zip(block.split(places), sizes, strict=True)]
 
     def _use(self, module: nn.Module) -> None:
         """Let the device wait for a module's parameters, and give them to it."""
@@ -113,6 +123,11 @@ class LayerWeights:
 
 def _parameters(module: nn.Module) -> list[Any]:
     return list(module.parameters())
+
+
+def _stays(param: Any) -> bool:
+    """Whether a parameter is on the device from one step to the next."""
+    return bool(param.ds_persist or param.is_external_param)
 
 
 def _release(param: Any) -> None:

@@ -65,7 +65,10 @@ def test_all_micro_steps_hold_and_one_works() -> None:
     one, all_of_them = (answer.estimate.memory for answer in (horizontal, vertical))
     assert all_of_them["host"]["activations"] == TIMES * one["host"]["activations"]
     assert all_of_them["gpu"]["activations"] == TIMES * one["gpu"]["activations"]
-    assert all_of_them["gpu"]["working"] == one["gpu"]["working"]
+    # Of the largest matrix, with a gradient on its way in bf16 and in fp32, and sums in fp32 where a layer finds bases.
+    more = all_of_them["gpu"]["working"] - one["gpu"]["working"]
+    largest, layer = 11008 * 4096, 4 * 4096**2 + 3 * 11008 * 4096 + 2 * 4096
+    assert 6 * largest < more <= 6 * largest + 2 * layer
     hidden = 2 * 1024 * REQUEST.shape.hidden * 2  # a micro-batch's, in 16 bits
     assert all_of_them["gpu"]["between layers"] == TIMES * hidden
 
