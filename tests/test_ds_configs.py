@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from copy import deepcopy
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "recipe_4_cards_pcie": 2,
     "recipe_moe_80gb": 2,
     "recipe_70b_24gb": 3,
+    "recipe_175b_24gb": 3,
 }
 MATRICES = {
     "hmt_adamw": 0,
@@ -65,7 +67,7 @@ MATRICES = {
     "recipe_moe_80gb": 6,  # attention's, and experts
 }
 NO_MASTERS = ("hmt_no_masters", "recipe_7b_24gb", "recipe_4_cards_pcie", "recipe_moe_80gb")
-NO_MASTERS += ("recipe_70b_24gb",)
+NO_MASTERS += ("recipe_70b_24gb", "recipe_175b_24gb")
 
 
 def tiny_mixtral() -> torch.nn.Module:
@@ -201,3 +203,62 @@ def test_the_config_that_plans_executes_its_plan(alone: dict[str, Any]) -> None:
 def test_configs_for_several_gpus_train_on_two_ranks(ranks: Ranks) -> None:
     for name, found in ranks.run(trained, 2, SEVERAL_RANKS, 4)[0].items():
         assert found["losses"][-1] < found["losses"][0], name
+
+
+def tiny_opt() -> torch.nn.Module:
+    """Two layers, of the same sizes."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 40, "ffn_dim": 160, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    return OPTForCausalLM(
+        OPTConfig(
+            **sizes,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            word_embed_proj_dim=40,
+            dropout=0.0,
+            use_cache=False,
+        )
+    )
+
+
+def beside_a_plain_twin(name: str) -> dict[str, list[float]]:
+    """Losses of steps with a recipe's settings, sizes scaled, and by stage 2, micro-batch by micro-batch, nothing away or computed
+    again; then by the latter at another learning rate."""
+    os.chdir(tempfile.mkdtemp())
+    recipe = read_json_config(FOLDER / f"{name}.json")
+    recipe["gradient_accumulation_steps"] = 3
+    recipe["zero_optimization"]["stage3_param_persistence_threshold"] = 100
+    recipe["hmt"]["optimizer"]["rank"] = 8
+    plain = deepcopy(recipe)
+    plain["zero_optimization"] = {"stage": 2}
+    for key in ("accumulation", "activations"):
+        del plain["hmt"][key]
+    faster = deepcopy(plain)
+    faster["optimizer"]["params"]["lr"] *= 1.05
+    rows = recipe["train_micro_batch_size_per_gpu"]
+    tokens = torch.randint(0, 61, (4, 3, rows, 16), generator=torch.Generator().manual_seed(3))
+    found = {}
+    for kind, config in (("recipe", recipe), ("plain", plain), ("faster", faster)):
+        model = tiny_opt() if "175b" in name else tiny_llama(2, use_cache=False)
+        engine = make_engine(config, model)
+        found[kind] = [
+            engine.train_batch([{"input_ids": row, "labels": row} for row in step]).item()
+            for _ in range(3)
+            for step in tokens
+        ]
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("name", ["recipe_70b_24gb", "recipe_175b_24gb"])
+def test_a_recipe_is_its_plain_twin(ranks: Ranks, name: str) -> None:
+    """To rounding, of bf16 weights too: a rate that is a twentieth higher is ten times as far away."""
+    (losses,) = ranks.run(beside_a_plain_twin, 1, name)
+    recipe, faster = (
+        max(abs(a - b) for a, b in zip(losses[kind], losses["plain"], strict=True))
+        for kind in ("recipe", "faster")
+    )
+    assert losses["plain"][0] - losses["plain"][-1] > 0.04
+    assert recipe < faster / 10

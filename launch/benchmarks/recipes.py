@@ -19,7 +19,7 @@ from hmt_deepspeed.planner.run.fpdt import fpdt_bytes
 from hmt_deepspeed.planner.run.modes import OptimizerMode
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
-VOCABULARY = 32000
+VOCABULARY, OPT_VOCABULARY = 32000, 50272
 GIB = 2**30
 GOALS = {  # of ds_configs/recipe_NAME.json
     "7b_24gb": "7B on one RTX 4090, 64 GiB of host memory",
@@ -27,6 +27,7 @@ GOALS = {  # of ds_configs/recipe_NAME.json
     "4_cards_pcie": "7B on four RTX 4090",
     "moe_80gb": "Qwen3-30B-A3B on one H100 80 GB",
     "70b_24gb": "70B on one RTX 4090, 192 GiB of host memory",
+    "175b_24gb": "175B on one RTX 4090, 384 GiB of host memory",
     "1m_tokens": "7B, sequences of 1,048,576 tokens, two A100 80 GB",
 }
 COLUMNS = (  # of the table, with the kinds of measurement that they show
@@ -95,10 +96,14 @@ def _answer(name: str, shape: ModelShape, machine: Machine, seq_length: int) -> 
     return answer, found.longest_sequence if found.best is answer else 0
 
 
-def _planned(label: str, answer: Answer, longest: int) -> list[Measurement]:
+def _planned(name: str, answer: Answer, longest: int) -> list[Measurement]:
+    label = GOALS[name]
     if answer.plan is None:
         raise RuntimeError(f"{label} does not fit: {answer.estimate.excess()}")
-    peak = answer.estimate.peak
+    peak, swapped = answer.estimate.peak, answer.estimate.memory["host"]
+    allowed = _json(name)["hmt"].get("activations", {}).get("host_memory", "auto")
+    if allowed != "auto" and allowed < (needs := swapped["activations"] + swapped["staging"]):
+        raise RuntimeError(f"{label}: activations.host_memory is {allowed}, below {needs:.0f}")
     return [
         Measurement(f"{label}: tokens/s", answer.tokens_per_second, "tokens/s", note=NOTE),
         Measurement(f"{label}: GPU memory", peak("gpu"), "bytes", note=NOTE),
@@ -138,7 +143,9 @@ def recipes(setting: Setting) -> CaseResult:
     one = named_machine("rtx4090", num_gpus=1, host_memory=64 * GIB)
     large = named_machine("rtx4090", num_gpus=1, host_memory=256 * GIB)
     four = named_machine("rtx4090", num_gpus=4, host_memory=256 * GIB)
-    roomy = named_machine("rtx4090", num_gpus=1, host_memory=192 * GIB)
+    roomy, roomiest = (
+        named_machine("rtx4090", num_gpus=1, host_memory=size * GIB) for size in (192, 384)
+    )
     two = named_machine("a100-80g", num_gpus=2, host_memory=1024 * GIB)
     h100 = named_machine("h100", num_gpus=1, host_memory=64 * GIB)
     small, medium, huge = (model_shape(size, VOCABULARY) for size in ("7b", "13b", "70b"))
@@ -148,9 +155,10 @@ def recipes(setting: Setting) -> CaseResult:
         ("4_cards_pcie", small, four, 4096),
         ("moe_80gb", _mixture(), h100, 2048),
         ("70b_24gb", huge, roomy, 1024),
+        ("175b_24gb", model_shape("gpt-175b", OPT_VOCABULARY), roomiest, 1024),
     ]
     for name, shape, machine, seq_length in asked:
-        result.measurements += _planned(GOALS[name], *_answer(name, shape, machine, seq_length))
+        result.measurements += _planned(name, *_answer(name, shape, machine, seq_length))
     result.measurements += _in_chunks(GOALS["1m_tokens"], two, small, 2**20)
     return result
 
