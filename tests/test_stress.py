@@ -223,7 +223,9 @@ def test_small_numbers_are_kept_from_the_results(
         "full_disk",
         "corrupt_checkpoint",
         "kills",
+        "kills_vertical",
         "long_run_fpdt",
+        "long_run_vertical",
     ],
 )
 def test_a_small_version_of_every_case(case: str, tmp_path: Path) -> None:

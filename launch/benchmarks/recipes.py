@@ -163,8 +163,8 @@ def recipes(setting: Setting) -> CaseResult:
     return result
 
 
-def recipe_table(results: Path) -> str:
-    """The newest predictions among the results, one line a recipe.
+def _newest(results: Path) -> dict[str, float]:
+    """The newest predictions among the results, by label.
 
     Raises:
         ValueError: `results`/MACHINE/planner.json has none.
@@ -174,7 +174,12 @@ def recipe_table(results: Path) -> str:
     if not cases:
         raise ValueError(f"no recipes in {results}: run `python launch/bench.py planner`")
     newest = max(cases, key=lambda case: str(case["measured_at"]))
-    found = {measured["label"]: measured["value"] for measured in newest["measurements"]}
+    return {measured["label"]: measured["value"] for measured in newest["measurements"]}
+
+
+def recipe_table(results: Path) -> str:
+    """One line a recipe; ValueError as of :func:`_newest`."""
+    found = _newest(results)
     headers = ("goal", "JSON", *(header for header, _ in COLUMNS))
     lines: list[Sequence[str]] = [headers, ["---"] * len(headers)]
     for name, goal in GOALS.items():
@@ -182,6 +187,59 @@ def recipe_table(results: Path) -> str:
         cells = [_cell(found, goal, kinds) for _, kinds in COLUMNS]
         lines.append((goal, f"[{path}]({path})", *cells))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# What other systems report of themselves: model and card, host memory, SSDs, speed.
+SYSTEMS = (
+    (
+        "LoHan",
+        "175B, RTX 4090",
+        "256 GB (its machine: 768)",
+        "16 bytes a parameter, 2.8 TB on 12",
+        "86.9 TFLOPS: 83 tokens/s at 6 FLOPs a parameter and token, 62 at 8",
+    ),
+    (
+        "ZeRO-Infinity, as LoHan ran it",
+        "up to 135B, RTX 4090",
+        "768 GB",
+        "16 bytes a parameter",
+        "13B: 1 / 3.46 of LoHan's 155.8 TFLOPS",
+    ),
+    (
+        "GreedySnake",
+        "65B and 175B, A100",
+        "not known",
+        "states on SSDs",
+        "1.96 and 2.53 times ZeRO-Infinity",
+    ),
+    (
+        "MegaTrain",
+        "up to 120B, H200",
+        "1.5 TB",
+        "none",
+        "14B: 1.84 times ZeRO-3 with offload; 120B: not known",
+    ),
+)
+
+
+def systems_table(results: Path) -> str:
+    """Other systems beside the recipes of models that no card holds; ValueError as of :func:`_newest`."""
+    found = _newest(results)
+    rows = [("system", "model, card", "host memory", "SSD", "reached"), ("---",) * 5, *SYSTEMS]
+    for name in ("70b_24gb", "175b_24gb"):
+        goal = GOALS[name]
+        memory, speed = (_cell(found, goal, (kind,)) for kind in ("host memory", "tokens/s"))
+        model = f"{goal.partition(' on ')[0]}, RTX 4090"
+        rows.append(
+            (
+                f"[HMT](ds_configs/recipe_{name}.json)",
+                model,
+                f"{memory} GiB",
+                "none",
+                f"{speed} tokens/s, predicted",
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _cell(found: Mapping[str, float], goal: str, kinds: tuple[str, ...]) -> str:

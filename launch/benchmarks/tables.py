@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.gpu_table import gpu_table
 from benchmarks.presets import preset_table
-from benchmarks.recipes import recipe_table
+from benchmarks.recipes import recipe_table, systems_table
 from benchmarks.results import RESULTS, headlines
 from benchmarks.suites import SUITES
 from comparison.cells import Store
@@ -144,6 +144,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "compare": lambda: headline(_store()),
     "presets": lambda: preset_table(RESULTS),
     "recipes": lambda: recipe_table(RESULTS),
+    "systems": lambda: systems_table(RESULTS),
     "config": config_table,
     "codecs": codecs_table,
     "families": families_table,

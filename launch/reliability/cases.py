@@ -23,5 +23,7 @@ CASES: dict[str, Callable[[int, bool], CaseReport]] = {
     "corrupt_checkpoint": corrupt_checkpoint.run_case,
     "long_run": long_run.run_case,
     "long_run_fpdt": long_run.run_fpdt_case,
+    "long_run_vertical": long_run.run_vertical_case,
     "kills": kills.run_case,
+    "kills_vertical": kills.run_vertical_case,
 }

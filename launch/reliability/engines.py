@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.model.workload import build_workload
 from hmt_deepspeed.planner.solve.plan import uniform_plan
 
-__all__ = ["batch", "plan_of", "raised_by_us", "small_model", "train_step"]
+__all__ = [
+    "batch",
+    "is_vertical",
+    "micro_batches",
+    "plan_of",
+    "raised_by_us",
+    "small_model",
+    "train_step",
+]
 
 VOCAB, LENGTH = 61, 16
 
@@ -47,6 +56,19 @@ def batch(step: int, rank: int, rows: int) -> Tensor:
     """rows x LENGTH tokens, the same for the same step and rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)
+
+
+def is_vertical(config: Mapping[str, Any]) -> bool:
+    """Whether steps of a JSON are ``engine.train_batch``."""
+    return config.get("hmt", {}).get("accumulation") == "vertical"
+
+
+def micro_batches(engine: Any, step: int, rank: int = 0) -> list[dict[str, Any]]:
+    """What ``engine.train_batch`` takes in a step."""
+    number = engine.gradient_accumulation_steps()
+    rows = engine.train_micro_batch_size_per_gpu()
+    parts = (batch(step * number + part, rank, rows) for part in range(number))
+    return [{"input_ids": part, "labels": part, "use_cache": False} for part in parts]
 
 
 def train_step(engine: Any, step: int, rank: int = 0) -> float:

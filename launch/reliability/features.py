@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-__all__ = ["FEATURES", "config"]
+__all__ = ["FEATURES", "VERTICAL", "config"]
 
 _OPTIMIZER = {"rank_candidates": [4, 8], "energy_threshold": 0.6, "update_interval": 3}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -34,6 +34,28 @@ FEATURES: dict[str, dict[str, Any]] = {
     "FPDT": {"hmt": {"optimizer": _OPTIMIZER, "fpdt": {"chunk_size": 7}}},
     "APOLLO": {"hmt": {"optimizer": {"method": "apollo", "rank": 4}}},
 }
+# recipe_70b_24gb.json's: weights in host memory, layer by layer over three micro-batches, nothing else held but layers' inputs.
+VERTICAL: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "gradient_accumulation_steps": 3,
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 100,
+        "offload_param": {"device": "cpu", "pin_memory": True},
+    },
+    "hmt": {
+        "accumulation": "vertical",
+        "optimizer": {**_OPTIMIZER, "master_weights": "none", "state_dtype": "int8"},
+        "activations": {
+            "policy": {
+                **dict.fromkeys(("embedding", "residual", "lm_head"), "swap_host"),
+                **dict.fromkeys(
+                    ("attention_qkv", "attention_output", "mlp_intermediate"), "recompute"
+                ),
+            }
+        },
+    },
+}
 
 
 def config(feature: str, **changes: Any) -> dict[str, Any]:
@@ -46,4 +68,5 @@ def config(feature: str, **changes: Any) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "hmt": {"optimizer": _OPTIMIZER},
     }
-    return copy.deepcopy({**whole, **FEATURES[feature], **changes})
+    features = {**FEATURES, "vertical": VERTICAL}
+    return copy.deepcopy({**whole, **features[feature], **changes})

@@ -13,7 +13,7 @@ from reliability.forks import fork_ranks
 from reliability.processes import Ended
 from reliability.results import CaseReport
 
-__all__ = ["run_case"]
+__all__ = ["run_case", "run_vertical_case"]
 
 _SECONDS = 300.0
 _STEPS, _SAVE_EVERY = 24, 2
@@ -32,6 +32,18 @@ def run_case(seed: int, small: bool) -> CaseReport:
     for feature, world in runs:
         with tempfile.TemporaryDirectory() as folder:
             _one(feature, world, kills, draw, Path(folder), report)
+    return report
+
+
+def run_vertical_case(seed: int, small: bool) -> CaseReport:
+    """Vertical accumulation, resumed from snapshots."""
+    draw, kills = random.Random(seed), 2 if small else 50
+    report = CaseReport(
+        f"SIGKILL at {kills} random instants of runs of {_STEPS} steps, one after another, each resumed from its newest "
+        "snapshot: vertical accumulation, weights in host memory, no masters, INT8 states, swapped inputs"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        _one("vertical", 1, kills, draw, Path(folder), report)
     return report
 
 
@@ -78,8 +90,12 @@ def _kill(
 
 def _order(feature: str, folder: Path) -> dict[str, Any]:
     folder.mkdir()
+    whole = config(feature)
+    if feature == "vertical":
+        snapshot = {"path": str(folder / "checkpoints"), "interval": _SAVE_EVERY}
+        whole["hmt"]["snapshot"] = snapshot
     return {
-        "config": config(feature),
+        "config": whole,
         "steps": _STEPS,
         "save_every": _SAVE_EVERY,
         "checkpoints": str(folder / "checkpoints"),

@@ -13,7 +13,7 @@ from reliability.features import config
 from reliability.processes import run_worker
 from reliability.results import CaseReport
 
-__all__ = ["run_case", "run_fpdt_case"]
+__all__ = ["run_case", "run_fpdt_case", "run_vertical_case"]
 
 _OPTIMIZER = {**config("ZeRO-2")["hmt"]["optimizer"], "update_interval": 20}
 
@@ -55,6 +55,24 @@ def run_fpdt_case(seed: int, small: bool) -> CaseReport:
             fp16={"enabled": True},
             wall_clock_breakdown=True,
             hmt={"optimizer": _OPTIMIZER, "fpdt": {"chunk_size": 8}},
+        ),
+    )
+
+
+def run_vertical_case(seed: int, small: bool) -> CaseReport:
+    """Layer by layer over three micro-batches."""
+    del seed
+    hmt = config("vertical")["hmt"]
+    return _run(
+        small,
+        "ZeRO-3, bf16, vertical accumulation, weights and layers' inputs on the host, INT8 states, snapshots",
+        lambda folder, steps: config(
+            "vertical",
+            hmt={
+                **hmt,
+                "optimizer": {**hmt["optimizer"], "update_interval": 20},
+                "snapshot": {"path": str(folder / "snapshots"), "interval": steps // 10},
+            },
         ),
     )
 

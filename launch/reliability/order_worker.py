@@ -22,7 +22,7 @@ from deepspeed.utils import logger
 
 import hmt_deepspeed
 from benchmarks.setting import free_port, join_ranks
-from reliability.engines import batch, small_model
+from reliability.engines import batch, is_vertical, micro_batches, small_model
 from reliability.heap import memory_now
 
 _KEPT = 2000
@@ -84,15 +84,18 @@ def _train(engine: Any, order: dict[str, Any]) -> dict[str, Any]:
     unchanged, bad = True, order.get("bad", {})
     every, save_every = order.get("memory_every", 0), order.get("save_every", 0)
     for step in range(order["steps"]):
-        tokens = batch(step, 0, engine.train_micro_batch_size_per_gpu())
-        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-        before = None
-        if step == bad.get("step"):
-            loss, before = loss * float(bad["value"]), _weights(engine)
-        engine.backward(loss)
-        engine.step()
-        if before is not None:
-            unchanged = all(map(torch.equal, before, _weights(engine)))
+        if is_vertical(order["config"]):
+            loss = engine.train_batch(micro_batches(engine, step))
+        else:
+            tokens = batch(step, 0, engine.train_micro_batch_size_per_gpu())
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+            before = None
+            if step == bad.get("step"):
+                loss, before = loss * float(bad["value"]), _weights(engine)
+            engine.backward(loss)
+            engine.step()
+            if before is not None:
+                unchanged = all(map(torch.equal, before, _weights(engine)))
         if not every:
             losses.append(loss.item() if math.isfinite(loss.item()) else None)
         elif step % every == 0:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import hmt_deepspeed
-from reliability.engines import batch, small_model
+from reliability.engines import batch, is_vertical, micro_batches, small_model
 
 
 def train(order: Mapping[str, Any]) -> None:
@@ -35,18 +35,24 @@ def train(order: Mapping[str, Any]) -> None:
     engine, *_ = hmt_deepspeed.initialize(
         model=model, config=order["config"], model_parameters=list(model.parameters())
     )
+    # Snapshots, where the config has them, are taken by the engine, into the same folder.
+    snaps = "snapshot" in order["config"]["hmt"]
+    engine.snapshot_client_state = lambda: {"step": engine.global_steps}
     first = 0
     if order["save_every"] and Path(order["checkpoints"]).exists():
         path, state = engine.load_checkpoint(order["checkpoints"])
         first = 0 if path is None else state["step"]
     for step in range(first, order["steps"]):
-        loss = _step(engine, step, order.get("die"))
+        if is_vertical(order["config"]):
+            loss = float(engine.train_batch(micro_batches(engine, step, dist.get_rank())))
+        else:
+            loss = _step(engine, step, order.get("die"))
         if dist.get_rank() == 0:
             with open(order["losses"], "a", encoding="utf-8") as file:
                 # A killed rank may have left half a line: begin a new one.
                 file.write("\n" + json.dumps({"step": step, "loss": loss}))
         _perhaps_fill_disk(step, order.get("full_disk"))
-        if order["save_every"] and (step + 1) % order["save_every"] == 0:
+        if order["save_every"] and not snaps and (step + 1) % order["save_every"] == 0:
             engine.save_checkpoint(order["checkpoints"], client_state={"step": step + 1})
     dist.barrier()
     dist.destroy_process_group()
