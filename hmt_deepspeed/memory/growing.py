@@ -28,6 +28,7 @@ class GrowingHostStore(TieredStore):
         limit_name: what sets ``max_bytes``, for messages.
         slab_bytes: of each, except for larger tensors and what is left of ``max_bytes``.
         first_bytes: of the first, which is taken at once; by default ``slab_bytes``.
+        remedy: what to do where they are too few, for messages.
 
     Attributes:
         pinned_bytes: taken so far. peak_bytes: occupied by tensors at most, summed over the host stores.
@@ -40,8 +41,10 @@ class GrowingHostStore(TieredStore):
         limit_name: str,
         slab_bytes: int = SLAB_BYTES,
         first_bytes: int | None = None,
+        remedy: str = "",
     ) -> None:
         self.engine, self.max_bytes = engine, max_bytes
+        self._remedy = f". {remedy}" if remedy else ""
         self._limit_name, self._slab_bytes = limit_name, slab_bytes
         first = HostStore(engine, min(first_bytes or slab_bytes, max_bytes))
         super().__init__([first])
@@ -99,7 +102,7 @@ class GrowingHostStore(TieredStore):
         if left < whole_pages(nbytes):
             raise PoolFull(
                 f"{name!r} needs {nbytes} bytes of host memory, but {self._limit_name} is "
-                f"{self.max_bytes} bytes, of which {left} are not taken yet"
+                f"{self.max_bytes} bytes, of which {left} are not taken yet{self._remedy}"
             )
         try:
             host = HostStore(self.engine, min(max(self._slab_bytes, whole_pages(nbytes)), left))
@@ -109,6 +112,7 @@ class GrowingHostStore(TieredStore):
                 f"{self._limit_name} comes to {self.max_bytes} bytes only: {error}", stacklevel=2
             )
             self._limit_name = "all that could be page-locked"
-            raise PoolFull(f"{name!r} needs {nbytes} bytes of host memory: {error}") from error
+            message = f"{name!r} needs {nbytes} bytes of host memory: {error}{self._remedy}"
+            raise PoolFull(message) from error
         self._hosts.append(host)
         self.tiers = (*self.tiers, host)

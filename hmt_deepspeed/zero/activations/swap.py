@@ -21,6 +21,10 @@ from hmt_deepspeed.zero.offload.ssd import file_io
 __all__ = ["SwapMemory", "staging_bytes"]
 
 LIMIT = "hmt.activations.host_memory"
+_REMEDY = (
+    "Raise it where the machine has more; otherwise let a step have fewer or shorter sequences "
+    "(gradient_accumulation_steps, where accumulation is vertical), or hold residual in int8."
+)
 # Pinned bytes on their way, at most: enough to keep a copy engine busy, and what waits to be written to an SSD.
 _STAGING, _SSD_STAGING = 2**26, 2**30
 
@@ -72,7 +76,7 @@ class SwapMemory:
 
     @cached_property
     def host(self) -> GrowingHostStore:
-        return GrowingHostStore(self.engine, self.limit - self._staging, LIMIT)
+        return GrowingHostStore(self.engine, self.limit - self._staging, LIMIT, remedy=_REMEDY)
 
     @cached_property
     def files(self) -> FileStore:

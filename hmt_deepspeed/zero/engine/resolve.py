@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,11 @@ from hmt_deepspeed.zero.settings import (
     checks_overflow,
     resolved_overlap,
 )
-from hmt_deepspeed.zero.weights.residency import prepare_for_ssd
+from hmt_deepspeed.zero.weights.residency import (
+    prepare_for_ssd,
+    taking_host_memory,
+    what_rounding_takes,
+)
 
 __all__ = [
     "Resolved",
@@ -146,27 +152,39 @@ def parameter_offload(engine: DeepSpeedEngine) -> Any:
     reuse_distance = engine.zero_max_reuse_distance()
     if on_nvme and "max_reuse_distance" not in zero.model_fields_set:
         reuse_distance = 0  # what waits for reuse keeps its swap buffer, and there are five
-    offload = DeepSpeedZeRoOffload(
-        engine.module,
-        timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
-        ds_config=engine.config,
-        overlap_comm=engine.zero_overlap_comm(),
-        prefetch_bucket_size=1
-        if engine.zero_allgather_sequential()
-        else engine.zero_prefetch_bucket_size(),
-        max_reuse_distance=reuse_distance,
-        max_live_parameters=engine.zero_max_live_parameters(),
-        param_persistence_threshold=engine.zero_param_persistence_threshold(),
-        model_persistence_threshold=engine.zero_model_persistence_threshold(),
-        dp_process_group=engine.seq_data_parallel_group,
-        offload_param_config=config,
-        mpu=engine.mpu,
-        zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
-        log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
-    )
+    in_ram = config is not None and config.device == OffloadDeviceEnum.cpu
+    if in_ram and config.pin_memory and engine.global_rank == 0 and engine.device.type == "cuda":
+        _say_what_rounding_takes(engine)
+    with taking_host_memory(engine.module) if in_ram else nullcontext():
+        offload = DeepSpeedZeRoOffload(
+            engine.module,
+            timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
+            ds_config=engine.config,
+            overlap_comm=engine.zero_overlap_comm(),
+            prefetch_bucket_size=1
+            if engine.zero_allgather_sequential()
+            else engine.zero_prefetch_bucket_size(),
+            max_reuse_distance=reuse_distance,
+            max_live_parameters=engine.zero_max_live_parameters(),
+            param_persistence_threshold=engine.zero_param_persistence_threshold(),
+            model_persistence_threshold=engine.zero_model_persistence_threshold(),
+            dp_process_group=engine.seq_data_parallel_group,
+            offload_param_config=config,
+            mpu=engine.mpu,
+            zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
+            log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
+        )
     if on_nvme:
         prepare_for_ssd(offload, config.max_in_cpu, config.pin_memory)
     return offload
+
+
+def _say_what_rounding_takes(engine: DeepSpeedEngine) -> None:
+    ranks = engine.seq_dp_world_size
+    parts = (-(-getattr(p, "ds_numel", p.numel()) // ranks) for p in engine.module.parameters())
+    itemsize = engine.get_data_types()[0].itemsize
+    if line := what_rounding_takes((part * itemsize for part in parts), os.environ):
+        print(line, flush=True)
 
 
 def _cache_settings(hmt: HMTConfig) -> CacheSettings | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from training import (
 )
 
 import hmt_deepspeed
+from hmt_deepspeed.memory.errors import PoolFull
 
 
 def config_with(order: str, gas: int, options: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -236,6 +238,39 @@ def test_refusals_say_what_is_legal(ranks: Ranks) -> None:
     assert "nn.ModuleList" in plain
     for message in (stage, nvme, head, plain):
         assert '"horizontal"' in message or '"cpu"' in message or '"keep"' in message
+
+
+def too_little_host_memory() -> list[str]:
+    """Errors of weights that find no host memory, and of layers' inputs that do not."""
+    found = []
+    usual = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    wide = torch.nn.Linear(8192, 8192, device="meta").to_empty(device="cpu")  # 256 MiB
+    config = config_with("horizontal", 1, zero_optimization={"offload_param": {"device": "cpu"}})
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 2**28 + 2**27, usual[1]))
+    try:
+        make_engine(config, wide)
+    except MemoryError as error:
+        found.append(str(error))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, usual)
+    config = config_with("vertical", 3)
+    config["hmt"]["activations"] = {"policy": EXACT, "host_memory": 2**20}
+    engine = make_engine(config, tiny_llama(2, use_cache=False))
+    tokens = torch.zeros(300, 16, dtype=torch.long)
+    with pytest.raises(PoolFull) as full:
+        engine.train_batch([{"input_ids": tokens, "labels": tokens}] * 3)
+    return [*found, str(full.value)]
+
+
+def test_too_little_host_memory_says_for_what_and_what_to_lower(ranks: Ranks) -> None:
+    ((weights, inputs),) = ranks.run(too_little_host_memory, 1)
+    assert f"offload_param takes {4 * (8192**2 + 8192)} bytes" in weights
+    assert "268435456 bytes" in weights  # of the one that found none
+    assert "pin_memory" in weights
+    assert "needs 768000 bytes of host memory, but hmt.activations.host_memory is" in inputs
+    assert "fewer or shorter sequences" in inputs
 
 
 def own_data() -> tuple[float, str]:

@@ -12,6 +12,7 @@ from training import ds_config, make_engine, model_weights, tiny_llama, tiny_mix
 from hmt_deepspeed.memory.streams import Direction, TwinStreams
 from hmt_deepspeed.zero.weights import host_parts
 from hmt_deepspeed.zero.weights.host_parts import HostParts
+from hmt_deepspeed.zero.weights.residency import what_rounding_takes
 
 MODES: dict[str, dict[str, Any]] = {
     "masters": {},
@@ -45,6 +46,14 @@ def test_the_same_run_bit_for_bit(ranks: Ranks, mode: str, mixture: bool, world:
         assert there[0] == away[0]
         for name, weight in there[1].items():
             assert torch.equal(weight, away[1][name]), name
+
+
+def test_page_locked_weights_that_torch_rounds_up_are_told() -> None:
+    sizes = [2**28, 3 * 2**27]  # 256 and 384 MiB, which is rounded to 512
+    assert "0.6 GiB are page-locked in 0.8" in what_rounding_takes(sizes, {})
+    assert not what_rounding_takes(sizes[:1], {})
+    named = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:16"}
+    assert not what_rounding_takes(sizes, named)
 
 
 def test_parts_come_ahead_and_go_within_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
