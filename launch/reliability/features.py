@@ -34,7 +34,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "FPDT": {"hmt": {"optimizer": _OPTIMIZER, "fpdt": {"chunk_size": 7}}},
     "APOLLO": {"hmt": {"optimizer": {"method": "apollo", "rank": 4}}},
 }
-# recipe_70b_24gb.json's: weights in host memory, layer by layer over three micro-batches, nothing else held but layers' inputs.
+# recipe_70b_24gb.json's, but for what else of the residual is held: weights in host memory, layer by layer.
 VERTICAL: dict[str, Any] = {
     "bf16": {"enabled": True},
     "gradient_accumulation_steps": 3,

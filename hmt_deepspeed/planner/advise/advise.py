@@ -68,6 +68,7 @@ class Answer:
         parts = [f"ZeRO-{setup.zero_stage}"]
         parts += [f"weights on {setup.offload_param}"] * (setup.offload_param != "none")
         parts += ["vertical"] * setup.vertical
+        parts += ["inputs on cpu"] * setup.cpu_checkpointing
         if self.is_stock:
             return ", ".join([*parts, "DeepSpeed's CPU Adam, states on nvme"])
         place = setup.offload_optimizer

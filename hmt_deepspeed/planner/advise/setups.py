@@ -104,15 +104,23 @@ def setups(request: Request) -> Iterator[RunSetup]:
                 offload_param=place,
                 accumulation=request.accumulation,
             )
-            yield from _orders(setup)
+            yield from _orders(setup, request)
 
 
-def _orders(setup: RunSetup) -> Iterator[RunSetup]:
-    """Both orders of accumulation, where weights travel with every micro-step and the engine runs either."""
+def _orders(setup: RunSetup, request: Request) -> Iterator[RunSetup]:
+    """Both orders of accumulation, where weights travel with every micro-step and the engine runs either.
+
+    In vertical order inputs of all micro-steps wait: in host memory they may without what else is the residual's, unless
+    that may be in 8 bits, which does not go together.
+    """
     yield setup
     travels = setup.zero_stage == 3 and (setup.ranks > 1 or setup.offload_param == "cpu")
     if travels and setup.accumulation > 1 and setup.offload_param != "nvme":
         yield replace(setup, vertical=True)
+        is_managed = not isinstance(request.shape, ListedShape) or request.shape.is_managed
+        fixed = (request.fixed or {}).get("residual", "keep")
+        if is_managed and "residual" not in (request.lossy or {}) and not is_lossy(fixed):
+            yield replace(setup, vertical=True, cpu_checkpointing=True)
 
 
 def _stages(request: Request, usual: tuple[int, ...]) -> tuple[int, ...]:
@@ -165,7 +173,7 @@ def host_setups(request: Request) -> Iterator[RunSetup]:
                 overlap="forward" if stage == 3 else "none",
                 holds_gradients=True,
             )
-            yield from _orders(setup)
+            yield from _orders(setup, request)
 
 
 def stock_setups(request: Request) -> Iterator[RunSetup]:

@@ -258,6 +258,8 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
         ValueError: see :func:`site_choices`.
     """
     by_site = site_choices(layer, choices)
+    if setup.cpu_checkpointing and by_site.get("layer_input") == "keep":
+        by_site["layer_input"] = "swap_host"
     again = () if isinstance(layer, Head) else made_again(layer, by_site)
     forward, backward = amounts(), amounts()
     held = np.zeros(len(MEMORIES))

@@ -161,13 +161,16 @@ def run_facts(
     overlap: Any = "none" if host is None else host.overlap
     ssd = None if host is None else host.ssd
     pipelined = ssd is None or (ssd.read_ahead and ssd.write_behind)
+    vertical = hmt.accumulation == "vertical"
+    section = engine.config.get("activation_checkpointing") or {}
     setup = RunSetup(
         ranks=engine.seq_dp_world_size,
         zero_stage=stage,
         offload_param=place_of(engine.zero_offload_param()),
         offload_optimizer=place_of(engine.zero_offload_optimizer()),
         accumulation=engine.gradient_accumulation_steps(),
-        vertical=hmt.accumulation == "vertical",
+        vertical=vertical,
+        cpu_checkpointing=vertical and bool(section.get("cpu_checkpointing")),
         overlap=overlap,
         schedule="optimised" if pipelined else "naive",
         holds_gradients=True,

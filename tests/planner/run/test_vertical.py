@@ -37,7 +37,7 @@ REQUEST = Request(
 
 def answers() -> tuple[Answer, Answer]:
     """Horizontal and vertical."""
-    horizontal, vertical = setups(REQUEST)
+    horizontal, vertical, _ = setups(REQUEST)
     assert not horizontal.vertical
     assert vertical == replace(horizontal, vertical=True)
     return evaluate(REQUEST, horizontal, MODE), evaluate(REQUEST, vertical, MODE)
@@ -71,6 +71,23 @@ def test_all_micro_steps_hold_and_one_works() -> None:
     assert 6 * largest < more <= 6 * largest + 2 * layer
     hidden = 2 * 1024 * REQUEST.shape.hidden * 2  # a micro-batch's, in 16 bits
     assert all_of_them["gpu"]["between layers"] == TIMES * hidden
+
+
+def test_inputs_of_layers_may_wait_without_the_sum_after_attention() -> None:
+    """Which attention's second run gives: a product more in backward, half of the bytes in host memory."""
+    _, vertical = answers()
+    request = replace(REQUEST, fixed=POLICY | {"residual": "recompute"})
+    *_, setup = setups(request)
+    assert setup.cpu_checkpointing
+    answer = evaluate(request, setup, MODE)
+    hidden = 2 * 1024 * REQUEST.shape.hidden * 2
+    swapped = vertical.estimate.memory["host"]["activations"]
+    assert answer.estimate.memory["host"]["activations"] == swapped - TIMES * 32 * hidden
+    assert answer.estimate.memory["gpu"]["activations"] == TIMES * hidden  # at the last norm
+    assert answer.estimate.hardware_flops > vertical.estimate.hardware_flops
+    written = deepspeed_json(request, answer)
+    assert written["activation_checkpointing"] == {"cpu_checkpointing": True}
+    assert written["hmt"]["activations"]["policy"]["residual"] == "recompute"
 
 
 def test_the_same_work_by_the_formula_and_played() -> None:
