@@ -147,7 +147,9 @@ def twins() -> dict[tuple[str, str], dict[str, Any]]:
 def together(row: dict[str, Any]) -> dict[str, Any]:
     allow_fp16()
     engine = make_engine(config_of(row, plain=False), tiny_llama(use_cache=False))
-    return result(engine, train(engine, STEPS))
+    found = result(engine, train(engine, STEPS))
+    engine.destroy()  # a snapshot that is being written is whole then
+    return found
 
 
 def built(row: dict[str, Any]) -> str:
