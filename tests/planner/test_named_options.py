@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime import constants
+from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
 from hmt_deepspeed.config.components import COMPONENTS
 from hmt_deepspeed.families.table import FAMILIES
 from hmt_deepspeed.optim.hmt import HMT
@@ -64,7 +66,7 @@ def walked() -> list[Advice]:
 
 def test_every_key_of_every_json_is_read(walked: list[Advice]) -> None:
     of_deepspeed = {value for value in vars(constants).values() if isinstance(value, str)}
-    of_deepspeed.add("zero_optimization")
+    of_deepspeed |= {"zero_optimization", ACT_CHKPT}
     written = 0
     for advice in walked:
         for answer in advice.answers:
@@ -77,6 +79,7 @@ def test_every_key_of_every_json_is_read(walked: list[Advice]) -> None:
                 of_optimizer = set(inspect.signature(HMT).parameters)
                 assert set(config["optimizer"]["params"]) <= of_optimizer
             DeepSpeedZeroConfig(**config["zero_optimization"])  # refuses what it does not know
+            ActivationCheckpointing.from_section(config.get(ACT_CHKPT))  # as strict
             assert set(config) <= of_deepspeed
             written += 1
     assert written > 20
