@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hmt_deepspeed.kernels.chunks import row_chunks
 from hmt_deepspeed.kernels.launching import on_its_device
-from hmt_deepspeed.kernels.noise import Key, counters, key_halves, uniform
+from hmt_deepspeed.kernels.noise import Key, counters, uniform
 
 try:
     import triton
@@ -59,7 +59,14 @@ def tile_grid(rows: int, n: int, block_rows: int) -> tuple[int]:
 
 
 def encode_rows(value: Tensor, key: Key | None, offset: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a few rows at once; see :func:`encode_weight`."""
+    """Codes and scales of a few rows, as :func:`encode_weight`, or with a key stochastic.
+
+    Args:
+        value: rows x n, fp32.
+        key: 64-bit seed of stochastic rounding; None rounds to the nearest code.
+        offset: index of ``value[0, 0]`` within the whole weight, so that the rounding does not depend on which rows
+            are here.
+    """
     rows, n = value.shape
     padding = (0, -n % BLOCK)
     padded = torch.nn.functional.pad(value, padding).view(rows, -1, BLOCK)
@@ -78,15 +85,13 @@ def encode_rows(value: Tensor, key: Key | None, offset: int) -> tuple[Tensor, Te
     return code, torch.where(finite, scale, torch.nan)
 
 
-def encode_weight_reference(
-    value: Tensor, key: Key | None, offset: int = 0
-) -> tuple[Tensor, Tensor]:
+def encode_weight_reference(value: Tensor) -> tuple[Tensor, Tensor]:
     """Torch twin of the kernel; see :func:`encode_weight`."""
     rows, n = value.shape
     codes = torch.empty(rows, n, dtype=torch.int8, device=value.device)
     scales = torch.empty(rows, _blocks(n), dtype=torch.float32, device=value.device)
     for chunk in row_chunks(rows, n):
-        codes[chunk], scales[chunk] = encode_rows(value[chunk], key, offset + chunk.start * n)
+        codes[chunk], scales[chunk] = encode_rows(value[chunk], None, 0)
     return codes, scales
 
 
@@ -156,21 +161,18 @@ if triton is not None:
         scale = tl.load(source + row * blocks, mask=row < rows, other=0.0)
         return tl.where(mask, code.to(tl.float32) * scale[:, None], 0.0)
 
-    # Not specialised: a new key every step must not compile a new kernel.
-    @triton.jit(do_not_specialize=["offset", "key_low", "key_high"])
+    @triton.jit
     def _encode_kernel(  # type: ignore[no-untyped-def]
-        value_ptr, codes_ptr, scales_ptr, rows, n, offset, key_low, key_high,
-        STOCHASTIC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        value_ptr, codes_ptr, scales_ptr, rows, n, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+    ):
         first, block, rows = tile_jit(tl.program_id(0), rows, n, BLOCK_ROWS, BLOCK)
         row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK)
         mask = (row < rows)[:, None] & (column < n - block * BLOCK)[None, :]
         source = value_ptr + first * n + block * BLOCK
         value = tl.load(source + (row[:, None] * n + column[None, :]), mask=mask, other=0.0)
         store_encoded_jit(
-            value, codes_ptr, scales_ptr, first, block, rows, n, offset, key_low, key_high,
-            STOCHASTIC, BLOCK_ROWS, BLOCK,
-        )  # fmt: skip
+            value, codes_ptr, scales_ptr, first, block, rows, n, 0, 0, 0, False, BLOCK_ROWS, BLOCK
+        )
 
     @triton.jit
     def _decode_kernel(  # type: ignore[no-untyped-def]
@@ -188,18 +190,15 @@ if triton is not None:
         tl.store(target + (row[:, None] * n + column[None, :]), value, mask=mask)
 
     @on_its_device
-    def encode_weight_triton(
-        value: Tensor, key: Key | None, offset: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    def encode_weight_triton(value: Tensor) -> tuple[Tensor, Tensor]:
         """Triton launcher; see :func:`encode_weight`."""
-        (rows, n), (low, high) = value.shape, key_halves(key or 0)
+        rows, n = value.shape
         codes = torch.empty(rows, n, dtype=torch.int8, device=value.device)
         scales = torch.empty(rows, _blocks(n), dtype=torch.float32, device=value.device)
         if value.numel() > 0:
             _encode_kernel[tile_grid(rows, n, _BLOCK_ROWS)](
-                value, codes, scales, rows, n, offset, low, high,
-                STOCHASTIC=key is not None, BLOCK_ROWS=_BLOCK_ROWS, BLOCK=BLOCK,
-            )  # fmt: skip
+                value, codes, scales, rows, n, BLOCK_ROWS=_BLOCK_ROWS, BLOCK=BLOCK
+            )
         return codes, scales
 
     @on_its_device
@@ -231,14 +230,11 @@ def check_encoded(codes: Tensor, scales: Tensor) -> None:
         raise ValueError("codes and scales must be contiguous")
 
 
-def encode_weight(value: Tensor, key: Key | None, offset: int = 0) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a weight; formulas and error bounds at the top of the file.
+def encode_weight(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Nearest codes, and scales, of a weight; formulas and error bounds at the top of the file.
 
     Args:
         value: rows x n, fp32, contiguous.
-        key: 64-bit seed of stochastic rounding; None rounds to the nearest code.
-        offset: index of ``value[0, 0]`` within the whole weight, so that the rounding does not
-            depend on which rows are here.
 
     Returns:
         codes: rows x n, int8.
@@ -253,8 +249,8 @@ def encode_weight(value: Tensor, key: Key | None, offset: int = 0) -> tuple[Tens
             f"with strides {value.stride()}"
         )
     if value.is_cuda and triton is not None:
-        return encode_weight_triton(value, key, offset)
-    return encode_weight_reference(value, key, offset)
+        return encode_weight_triton(value)
+    return encode_weight_reference(value)
 
 
 def decode_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -100,7 +100,7 @@ def _whole_product(
 
 def weight_updates(rows: int, n: int, rank: int, setting: Setting) -> Iterator[Problem]:
     """Of an INT8 weight; rounding to 8 bits is part of the error."""
-    codes, scales = encode_weight(0.02 * torch.randn(rows, n, device=setting.device), KEY)
+    codes, scales = encode_weight(0.02 * torch.randn(rows, n, device=setting.device))
     update = torch.randn(rows, rank, device=setting.device)
     projection = torch.randn(n, rank, device=setting.device).to(setting.torch_dtype) / n**0.5
     given = {
@@ -141,11 +141,11 @@ def _twin_(
 
 
 def _whole_(codes: Tensor, scales: Tensor, update: Tensor, projection: Tensor, **_: Tensor) -> None:
-    """Decoded, updated and encoded as a whole; on a GPU the codec's own kernels do that."""
+    """Decoded, updated and encoded to nearest as a whole; on a GPU the codec's own kernels do that."""
     left, right = as_factors(update, projection)
     value = decode_weight(codes, scales, torch.float32)
     add_product_(value, left, right.t(), LEARNING_RATE, 1 - LEARNING_RATE * WEIGHT_DECAY)
-    new_codes, new_scales = encode_weight(value, KEY)
+    new_codes, new_scales = encode_weight(value)
     codes.copy_(new_codes)
     scales.copy_(new_scales)
 

@@ -309,15 +309,7 @@ CASES = [
         )
     ),
     fixed("decode state", int8_state._decode_kernel, "*u8 *fp32 *fp32 *fp32 i64", STATE),
-    *(
-        fixed(
-            f"encode weight, {'stochastic' if stochastic else 'nearest'}",
-            int8_weight._encode_kernel,
-            f"*fp32 *i8 *fp32 i32 i32 {KEYED}",
-            {"STOCHASTIC": stochastic, **WEIGHT},
-        )
-        for stochastic in (True, False)
-    ),
+    fixed("encode weight", int8_weight._encode_kernel, "*fp32 *i8 *fp32 i32 i32", WEIGHT),
     *(
         fixed(
             f"decode weight to {out}",

@@ -11,7 +11,7 @@ from hmt_deepspeed.kernels.int8_low_rank_update import (
     int8_low_rank_updates_,
     int8_low_rank_updates_triton_,
 )
-from hmt_deepspeed.kernels.int8_weight import decode_weight, encode_weight
+from hmt_deepspeed.kernels.int8_weight import decode_weight, encode_rows, encode_weight
 from hmt_deepspeed.kernels.launching import matrices_in
 from hmt_deepspeed.kernels.low_rank_factors import Factors, ScaledRows
 from hmt_deepspeed.kernels.low_rank_update import low_rank_updates_, new_keys
@@ -76,7 +76,7 @@ def padded(tensor):
 @pytest.mark.parametrize(("rows", "n", "width"), SHAPES)
 def test_one_step(rows, n, width, key, bound):
     weight, update, projection = inputs(rows, n, width)
-    codes, scales = encode_weight(weight, 1)
+    codes, scales = encode_weight(weight)
     expected = decode_weight(codes, scales, torch.float32)
     exact_update_(expected, update, projection, 0.3, 0.1)
     int8_update_(codes, scales, padded(update), padded(projection), 0.3, 0.1, key)
@@ -92,7 +92,7 @@ def test_internal_chunks_and_held_rows_do_not_matter(chunk, monkeypatch):
     offset = (1 << 33) - 700
     value = decode_weight(codes, scales, torch.float32)
     value = 0.9375 * value - 0.125 * (update @ projection.t())
-    expected = encode_weight(value, 7, offset)
+    expected = encode_rows(value, 7, offset)
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk)
     halves = codes.clone(), scales.clone()
     int8_update_(codes, scales, update, projection, 0.125, 0.5, 7, offset)
@@ -111,7 +111,7 @@ def drift(key_of_step, steps=500):
     Rank-2 updates with a constant and a random part, 0.03 codes a step.
     """
     start, update, projection = inputs(32, 512, 2)
-    codes, scales = encode_weight(start, None)
+    codes, scales = encode_weight(start)
     first = decode_weight(codes, scales, torch.float32)
     exact, path = first.clone(), torch.zeros_like(first)
     generator = torch.Generator().manual_seed(1)
@@ -191,7 +191,7 @@ def check_stack(codes, scales, given, run):
                 product += given["beside"].whole(b)
             product = product.t() if given["transposed"] else product
             value = 0.9375 * decode_weight(code, scale, torch.float32) - 0.125 * product
-            code, scale = encode_weight(value.contiguous(), tuple(given["keys"][b].tolist()), 5)
+            code, scale = encode_rows(value, tuple(given["keys"][b].tolist()), 5)
         assert torch.equal(after[0][b], code)
         assert torch.equal(after[1][b], scale)
 
@@ -220,7 +220,7 @@ def test_stack(beside, width, transposed, several, monkeypatch):
 
 def test_refuses():
     def arguments(**change):
-        codes, scales = encode_weight(torch.ones(4, 6), None)
+        codes, scales = encode_weight(torch.ones(4, 6))
         usual = {"codes": [codes], "scales": [scales], "keys": None, "rank": 1}
         usual |= {"update": torch.ones(1, 4, 2), "projections": torch.ones(1, 6, 2)}
         return usual | {"column_scale": torch.ones(1, 2)} | change
@@ -284,7 +284,7 @@ def run_kernel(device, several, codes, scales, given):
 def check_scales(rows, n, width, device):
     """Scales are an fp32 result of the update: as accurate as the twin's against float64."""
     weight, update, projection = inputs(rows, n, width, seed=3)
-    codes, scales = encode_weight(weight, 1)
+    codes, scales = encode_weight(weight)
     start = codes.double() * scales.double().repeat_interleave(256, dim=1)[:, :n]
     change = 0.3 * (update.double() @ projection.double().t())
     terms = (0.97 * start).abs() + 0.3 * (update.double().abs() @ projection.double().abs().t())

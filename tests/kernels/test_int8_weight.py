@@ -10,6 +10,7 @@ from hmt_deepspeed.kernels import chunks, int8_weight
 from hmt_deepspeed.kernels.int8_weight import (
     decode_weight,
     decode_weight_reference,
+    encode_rows,
     encode_weight,
     encode_weight_reference,
 )
@@ -22,8 +23,16 @@ def weights(rows, n, seed=0, size=1.0):
     return torch.randn(rows, n, generator=torch.Generator().manual_seed(seed)) * size
 
 
+def encoded(value, key, offset=0):
+    """Stochastic with a key: of all rows in one piece, as the update encodes the few that it holds."""
+    if key is None:
+        return encode_weight(value)
+    codes, scales = encode_rows(value, key, offset)
+    return codes.contiguous(), scales
+
+
 def round_trip(value, key=None, dtype=torch.float32):
-    return decode_weight(*encode_weight(value, key), dtype)
+    return decode_weight(*encoded(value, key), dtype)
 
 
 def scale_of(value):
@@ -87,25 +96,32 @@ def test_a_block_with_a_value_that_is_not_finite_is_nan(bad, key):
 @pytest.mark.parametrize(("rows", "n"), SHAPES)
 def test_blocks_end_with_their_row(rows, n):
     value = weights(rows, n)
-    codes, scales = encode_weight(value, 3, 100)
+    codes, scales = encode_weight(value)
     assert codes.shape == (rows, n)
     assert scales.shape == (rows, (n + 255) // 256)
     assert (codes.dtype, scales.dtype) == (torch.int8, torch.float32)
     for row in range(rows):
-        part = encode_weight(value[row : row + 1], 3, 100 + row * n)
+        part = encode_weight(value[row : row + 1])
         assert torch.equal(codes[row : row + 1], part[0])
         assert torch.equal(scales[row : row + 1], part[1])
     assert decode_weight(codes, scales, torch.bfloat16).shape == value.shape
 
 
-def test_internal_chunks_and_offsets(monkeypatch):
+def test_keys_and_offsets_draw_anew():
     value, offset = weights(65, 130), (1 << 32) - 2000
-    whole, scales = encode_weight(value, 3, offset)
-    assert not torch.equal(whole, encode_weight(value, 3, offset + 1)[0])
-    assert not torch.equal(whole, encode_weight(value, 4, offset)[0])
+    whole, _ = encode_rows(value, 3, offset)
+    assert not torch.equal(whole, encode_rows(value, 3, offset + 1)[0])
+    assert not torch.equal(whole, encode_rows(value, 4, offset)[0])
+    rows = [encode_rows(value[i : i + 1], 3, offset + i * 130)[0] for i in range(65)]
+    assert torch.equal(whole, torch.cat(rows))
+
+
+def test_internal_chunks(monkeypatch):
+    value = weights(65, 130)
+    whole, scales = encode_weight(value)
     decoded = decode_weight(whole, scales, torch.float32)
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 300)
-    assert torch.equal(encode_weight(value, 3, offset)[0], whole)
+    assert torch.equal(encode_weight(value)[0], whole)
     assert torch.equal(decode_weight(whole, scales, torch.float32), decoded)
 
 
@@ -114,7 +130,7 @@ def test_internal_chunks_and_offsets(monkeypatch):
 )
 def test_encode_refuses(value):
     with pytest.raises(ValueError):
-        encode_weight(value, 0)
+        encode_weight(value)
 
 
 @pytest.mark.parametrize(
@@ -142,18 +158,15 @@ def check_kernel(device="cpu"):
     special[5:10] *= 10.0 ** torch.arange(-40, 35, 15)[:, None]
     special[10] = LARGEST
     for value in (*(weights(*shape, seed=7) for shape in SHAPES), special):
-        for key, offset in ((None, 0), (1, 1), ((1 << 63) - 5, (1 << 33) + 3), (7, (1 << 31) - 9)):
-            codes, scales = encode_weight_reference(value, key, offset)
-            out = int8_weight.encode_weight_triton(value.to(device), key, offset)
-            assert torch.equal(out[0].cpu(), codes), (value.shape, key)
-            assert torch.equal(out[1].cpu().nan_to_num(7.0), scales.nan_to_num(7.0))
-            for dtype in (torch.float32, torch.bfloat16):
-                expected = decode_weight_reference(codes, scales, dtype)
-                decoded = int8_weight.decode_weight_triton(*out, dtype).cpu()
-                assert decoded.dtype == dtype
-                assert torch.equal(
-                    decoded.float().nan_to_num(7.0), expected.float().nan_to_num(7.0)
-                )
+        codes, scales = encode_weight_reference(value)
+        out = int8_weight.encode_weight_triton(value.to(device))
+        assert torch.equal(out[0].cpu(), codes), value.shape
+        assert torch.equal(out[1].cpu().nan_to_num(7.0), scales.nan_to_num(7.0))
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = decode_weight_reference(codes, scales, dtype)
+            decoded = int8_weight.decode_weight_triton(*out, dtype).cpu()
+            assert decoded.dtype == dtype
+            assert torch.equal(decoded.float().nan_to_num(7.0), expected.float().nan_to_num(7.0))
 
 
 def test_kernel():

@@ -112,7 +112,7 @@ class Int8Weight:
         codes, scales, rows = (t.flatten(0, -2) for t in (self.codes, self.scales, value))
         for chunk in row_chunks(*codes.shape):
             part = rows[chunk].to(codes.device, torch.float32).contiguous()
-            codes[chunk], scales[chunk] = encode_weight(part, None)
+            codes[chunk], scales[chunk] = encode_weight(part)
 
     def load_(self, codes: Tensor, scales: Tensor) -> None:
         """Take codes and scales as they are.
