@@ -231,14 +231,9 @@ class ActivationsConfig(StrictModel):
 
 # -- fields that cannot be given together -------------------------------------------------------------
 
-# field -> the places of the codecs that read it
-_READERS: dict[str, tuple[Place, ...]] = {
-    "host_memory": ("host", "ssd"),
-    "nvme_path": ("ssd",),
-}
 
-
-def _codecs_in(*places: Place) -> tuple[Choice, ...]:
+def codecs_in(*places: Place) -> tuple[Choice, ...]:
+    """Those that hold what they saved in one of the places."""
     return tuple(name for name, row in CODECS.items() if row.place in places)
 
 
@@ -252,22 +247,17 @@ def activation_conflicts(given: Mapping[str, object]) -> list[Conflict]:
     written = _object(given.get("policy"))
     defaults = {choice for component, choice in PAPER_POLICY.items() if component not in written}
     in_use = defaults | set(chosen.values())
-    conflicts = [
-        Conflict(
-            key,
-            given[key],
-            ("policy", "overrides"),
-            f"No component is {' or '.join(_codecs_in(*places))}: remove it or set one.",
-        )
-        for key, places in _READERS.items()
-        if given.get(key) not in (None, "auto") and not in_use & set(_codecs_in(*places))
-    ]
-    if given.get("nvme_path") is None:
+    conflicts, on_ssd = [], codecs_in("ssd")
+    path = given.get("nvme_path")
+    if path is not None and not in_use & set(on_ssd):
+        advice = f"No component is {' or '.join(on_ssd)}: remove it or set one."
+        conflicts.append(Conflict("nvme_path", path, ("policy", "overrides"), advice))
+    if path is None:
         advice = 'It needs a folder on an SSD: set "nvme_path", or choose "swap_host".'
         conflicts += [
             Conflict(key, choice, ("nvme_path",), advice)
             for key, choice in chosen.items()
-            if choice in _codecs_in("ssd")
+            if choice in on_ssd
         ]
     return conflicts + [
         Conflict(f"overrides[{pattern!r}]", choices, (), "It sets no component: remove it.")

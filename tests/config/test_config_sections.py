@@ -101,7 +101,6 @@ def test_bad_activations_are_refused(section, key, words):
             "nvme_path",
             "No component is swap_ssd",
         ),
-        ({"host_memory": 2**30}, "host_memory", "No component is swap_host or swap_ssd"),
     ],
 )
 def test_activations_that_would_be_ignored_are_refused(section, key, words):

@@ -30,6 +30,7 @@ from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.model.shapes import plain_shape
 from hmt_deepspeed.planner.run.fpdt import runs_in_chunks
 from hmt_deepspeed.planner.run.modes import OptimizerMode
+from hmt_deepspeed.zero.engine.support import check_activations
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -75,7 +76,8 @@ def test_every_key_of_every_json_is_read(walked: list[Advice]) -> None:
             config = deepspeed_json(advice.request, answer, nvme_path="/ssd")
             config = json.loads(json.dumps(config))
             if "hmt" in config:
-                HMTConfig.from_block(config.pop("hmt"))
+                hmt = HMTConfig.from_block(config.pop("hmt"))
+                check_activations(config, hmt, hmt.optimizer.model_dump())
                 of_optimizer = set(inspect.signature(HMT).parameters)
                 assert set(config["optimizer"]["params"]) <= of_optimizer
             DeepSpeedZeroConfig(**config["zero_optimization"])  # refuses what it does not know

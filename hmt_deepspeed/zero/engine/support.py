@@ -17,9 +17,16 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
 from hmt_deepspeed.config import HMTConfig, OptimizerConfig
-from hmt_deepspeed.config.activations import Policy, PolicyOverride
+from hmt_deepspeed.config.activation_checkpointing import ActivationCheckpointing
+from hmt_deepspeed.config.activations import (
+    ActivationsConfig,
+    Policy,
+    PolicyOverride,
+    codecs_in,
+)
 from hmt_deepspeed.rules import DENSE
 from hmt_deepspeed.zero.activations.chunked import refused_beside_chunks
+from hmt_deepspeed.zero.activations.install import choices_of
 from hmt_deepspeed.zero.engine.deepspeed_keys import Refusal, refused_keys
 from hmt_deepspeed.zero.offload.ssd import MIN_BUFFERS
 
@@ -77,13 +84,14 @@ def check_activations(
 
     Raises:
         ValueError: DeepCompile, whose graphs bypass the modules; a plan beside an SSD whose traffic is not known,
-            or beside rules for single modules; choices that FPDT's layers, which keep nothing but their input, do
+            or beside rules for single modules; a limit of host memory that nothing reads; choices that FPDT's layers, which keep nothing but their input, do
             not have; what becomes of projected inputs, where there are none; what stock ZeRO-3 stops at by an
             assertion.
     """
     activations = hmt.activations
     if options is None:
         _check_stock_stage_3(config)
+    _check_host_memory(config, activations)
     if hmt.gives("fpdt"):
         refused = refused_beside_chunks(activations, config.get("activation_checkpointing") or {})
         if messages := list(refused):
@@ -121,6 +129,20 @@ def check_activations(
                 'projected without HMT\'s optimizer and its projected backward: remove it, or set "optimizer": '
                 '{"type": "HMT"}.'
             )
+
+
+def _check_host_memory(config: dict[str, Any], activations: ActivationsConfig) -> None:
+    """Refuse a limit of what nothing swaps: neither a component, nor a plan, nor DeepSpeed's key."""
+    limit, swapped = activations.host_memory, codecs_in("host", "ssd")
+    keys = ActivationCheckpointing.from_section(config.get("activation_checkpointing"))
+    if limit == "auto" or activations.is_planned or keys.cpu_checkpointing:
+        return
+    given = activations.policy, *activations.overrides.values()
+    if not any(choice in swapped for choices in given for choice in choices_of(choices).values()):
+        raise ValueError(
+            f"hmt.activations.host_memory is {limit}, but nothing is swapped: remove it, set a component to "
+            f'{" or ".join(swapped)}, or set "activation_checkpointing": {{"cpu_checkpointing": true}}.'
+        )
 
 
 def _check_stock_stage_3(config: dict[str, Any]) -> None:

@@ -20,6 +20,8 @@ from training import (
 )
 
 import hmt_deepspeed
+from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.zero.engine.support import check_activations
 
 
 class NoLayers(nn.Module):
@@ -57,6 +59,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
         tiny_llama,
         "overrides['layers'].projected_inputs is 'project', but nothing is projected",
     ),
+    "a limit of host memory that nothing takes": (
+        {"host_memory": 2**30},
+        tiny_llama,
+        "host_memory is 1073741824, but nothing is swapped: remove it",
+    ),
     "misspelt": ({"polcy": {}}, tiny_llama, 'did you mean "hmt.activations.policy"'),
 }
 
@@ -93,6 +100,22 @@ def test_what_cannot_be_honoured_is_refused(ranks: Ranks) -> None:
     for name, (_, _, words) in REFUSALS.items():
         assert words in found[name]
         assert "hmt.activations" in found[name] or name.startswith("a head")
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ({"policy": "plan"}, {}),
+        ({"policy": {"residual": "swap_host"}}, {}),
+        ({"overrides": {"layers": {"residual": "swap_host"}}}, {}),
+        ({}, {"cpu_checkpointing": True}),
+    ],
+)
+def test_a_limit_of_host_memory_that_something_takes(
+    section: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    hmt = HMTConfig.from_block({"activations": {**section, "host_memory": 2**30}})
+    check_activations({"activation_checkpointing": keys}, hmt, None)
 
 
 @contextmanager
