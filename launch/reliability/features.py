@@ -34,7 +34,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "FPDT": {"hmt": {"optimizer": _OPTIMIZER, "fpdt": {"chunk_size": 7}}},
     "APOLLO": {"hmt": {"optimizer": {"method": "apollo", "rank": 4}}},
 }
-# recipe_70b_24gb.json's, but for what else of the residual is held: weights in host memory, layer by layer.
+# recipe_70b_24gb.json's: weights in host memory, layer by layer, whose inputs alone are held.
 VERTICAL: dict[str, Any] = {
     "bf16": {"enabled": True},
     "gradient_accumulation_steps": 3,
@@ -43,14 +43,16 @@ VERTICAL: dict[str, Any] = {
         "stage3_param_persistence_threshold": 100,
         "offload_param": {"device": "cpu", "pin_memory": True},
     },
+    "activation_checkpointing": {"cpu_checkpointing": True},
     "hmt": {
         "accumulation": "vertical",
         "optimizer": {**_OPTIMIZER, "master_weights": "none", "state_dtype": "int8"},
         "activations": {
             "policy": {
-                **dict.fromkeys(("embedding", "residual", "lm_head"), "swap_host"),
+                **dict.fromkeys(("embedding", "lm_head"), "swap_host"),
                 **dict.fromkeys(
-                    ("attention_qkv", "attention_output", "mlp_intermediate"), "recompute"
+                    ("attention_qkv", "attention_output", "mlp_intermediate", "residual"),
+                    "recompute",
                 ),
             }
         },
