@@ -28,6 +28,11 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 MOST_LARGE = 2**20  # bytes of a storage whose maker is not noted
+# kind of the planner's -> starts of the lines that make it, low-rank and dense
+KINDS = {
+    "gathered weights": ("zero/weights/layer_weights.py",),
+    "gradients": ("optim/rules/stack.py", "zero/gradients/"),
+}
 
 
 class AliveOn(Alive):
@@ -35,16 +40,18 @@ class AliveOn(Alive):
 
     Attributes:
         makers: source lines that made what was alive at the peak, with its bytes.
+        peaks: most bytes of each of `KINDS` by itself.
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.makers = kind, Counter[str]()
+        self.kind, self.makers, self.peaks = kind, Counter[str](), Counter[str]()
         self._large: dict[int, tuple[str, int]] = {}
 
     def begin(self) -> None:
         """Look for the peak of what follows."""
         self.peak = self.now
+        self.peaks = Counter({kind: self._made(starts) for kind, starts in KINDS.items()})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and _sums_gradients(*args):
@@ -59,9 +66,15 @@ class AliveOn(Alive):
         if self.now > self.peak:
             self.peak = self.now
             self.makers.clear()
-            for key, (line, nbytes) in self._large.items():
-                self.makers[line] += nbytes * (key in self._seen)
+            for line, nbytes in self._alive():
+                self.makers[line] += nbytes
         return result
+
+    def _alive(self) -> list[tuple[str, int]]:
+        return [made for key, made in self._large.items() if key in self._seen]
+
+    def _made(self, starts: tuple[str, ...]) -> int:
+        return sum(nbytes for line, nbytes in self._alive() if line.startswith(starts))
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._seen:
@@ -69,7 +82,11 @@ class AliveOn(Alive):
         self._watch(storage)
         self._large.pop(storage._cdata, None)
         if storage.nbytes() > MOST_LARGE:
-            self._large[storage._cdata] = where(), storage.nbytes()
+            line = where()
+            self._large[storage._cdata] = line, storage.nbytes()
+            for kind, starts in KINDS.items():
+                if line.startswith(starts):
+                    self.peaks[kind] = max(self.peaks[kind], self._made(starts))
 
 
 def _sums_gradients(total: Any, part: Any, *_: Any) -> bool:
@@ -184,9 +201,7 @@ def main() -> None:
             steps.append(
                 {
                     "gpu": gpu.peak,
-                    "gathered weights": sum(
-                        n for at, n in gpu.makers.items() if "layer_weights" in at
-                    ),
+                    "by kind": gpu.peaks,
                     "host": host.peak,
                     "activations": numbers["activation_peak_host_bytes"],
                     "pinned": numbers["activation_host_bytes"],
