@@ -164,8 +164,8 @@ def test_a_step_keeps_to_its_budget(
 
 
 # Of the 7B: 224 matrices in three shapes. half, whole: launches of an ordinary step with 16 and with 32 layers, at most
-# 600. What the second half adds are parts of stacks, each of MOST_ALIVE elements. refresh, first: with 32 layers, one
-# new basis and all of them. Two and, first, twenty more than were counted, as a mode alone uploads more.
+# 600 but for offload. What the second half adds are parts of stacks, each of MOST_ALIVE elements. refresh, first: with 32
+# layers, one new basis and all of them. Two and, first, twenty more than were counted, as a mode alone uploads more.
 SEVEN_B = """
 subject  ranks mode                 half     whole   refresh     first
 bare     1     default               211       269      1075     26702
@@ -191,6 +191,18 @@ zero2    1     muon                  433       594       696     25726
 zero2    1     int8_states           295       324       462     26365
 zero2    1     left                  246       274       405     25863
 zero2    1     no_masters            269       297       429     25888
+zero2    1     right                 247       272       404     25866
+zero2    1     bf16_states           289       314       448     25899
+zero2    1     apollo_mini           264       269       268       299
+zero2    1     apollo                281       322       322       363
+zero2    1     int8_weights          250       277       409     25867
+zero2    1     share_basis           246       261       482      3858
+zero2    1     two_sided             367       422       574     27802
+zero2    1     auto                  236       261       395     25853
+zero2    1     factored              298       327       458     26590
+zero2    1     module_rules          362       446       608     22717
+zero2    1     basis_cache           278       316       448     26569
+zero2    1     offload               803      1460      1587     27040
 zero3    4     right                 210       225       292     10965
 zero3    4     left                  199       222       287     10470
 zero3    4     muon                  398       413       450     10696
@@ -199,7 +211,19 @@ zero3    4     factored              261       276       342     11691
 zero3    4     int8_states           240       255       323     11441
 zero3    4     apollo                286       381       380       417
 zero3    4     basis_cache           223       239       305     11643
+zero3    4     apollo_mini           288       357       356       388
+zero3    4     bf16_states           234       249       313     10982
+zero3    4     share_basis           207       218       445      3975
+zero3    4     module_rules          317       343       481      9395
+zero3    4     auto                  206       218       285     10871
+zero3    4     no_masters            226       243       304     10978
+zero3    4     offload               472       758       823     11489
 """
+
+
+# Masters of 6.5G elements on the host are updated in pieces of 8M: 772 products on the device, each followed by its copy;
+# of four ranks each has a quarter. The host reads the verdict, and what a refresh would ask, before it begins.
+MOST, WAITS = {"offload": 1460}, {"offload": 2}
 
 
 def of_the_7b() -> list:
@@ -220,9 +244,10 @@ def keeps_to_the_7b(modes: dict[str, dict[str, int]], *options: str) -> None:
         found = [step["step"]["launches"] for step in (half["ordinary"], whole["ordinary"], *kinds)]
         over = {name: n for n, name in zip(found, budget, strict=True) if n > budget[name]}
         assert not over, mode
-        assert budget["whole"] <= 600
+        assert budget["whole"] <= MOST.get(mode, 600)
         for phase in whole["ordinary"].values():
-            assert phase["waits"] == phase["unpinned"] == 0, mode
+            assert phase["waits"] <= WAITS.get(mode, 0), mode
+            assert phase["unpinned"] == 0, mode
 
 
 @pytest.mark.slow
