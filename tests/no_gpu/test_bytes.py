@@ -13,10 +13,15 @@ SCALED = ("--layers", "3", "--vocabulary", "8000", "--micro_batches", "2", "--st
 SCALED += ("--set", f"max_full_gradient_bytes={LAYER}")
 
 
+def counted(*options: str) -> tuple[dict, dict, dict]:
+    """What was found, and what is planned on the card and on the host."""
+    found = json.loads(output_of("count_bytes.py", "recipe_70b_24gb", *options).splitlines()[-1])
+    return found, found["planned"]["gpu"], found["planned"]["host"]
+
+
 def test_what_the_70b_recipe_takes_is_planned_by_kind() -> None:
     """The 70B's widths. Activations are page-locked in pieces of 256 MiB."""
-    found = json.loads(output_of("count_bytes.py", "recipe_70b_24gb", *SCALED).splitlines()[-1])
-    gpu, host = (found["planned"][place] for place in ("gpu", "host"))
+    found, gpu, host = counted(*SCALED)
     first, peak = found["steps"]
     assert found["weights"] == host["weights"] < 2.1 * found["parameters"]
     assert peak["activations"] == host["activations"]
@@ -32,3 +37,14 @@ def test_what_the_70b_recipe_takes_is_planned_by_kind() -> None:
     recorded = sum(n for line, n in peak["makers"].items() if "activations/record" in line)
     assert recorded <= gpu["activations"]  # in front of the last norm: all other inputs are away
     assert found["rest"]["gpu"] < gpu["optimizer states"] + gpu["probes"] + 2**26
+
+
+@pytest.mark.slow
+def test_all_80_layers_of_the_70b() -> None:
+    """69.0G parameters, two micro-batches."""
+    found, gpu, host = counted("--layers", "80", "--micro_batches", "2", "--steps", "2")
+    peak = found["steps"][-1]
+    assert found["parameters"] > 68.9e9
+    assert peak["gpu"] == pytest.approx(sum(gpu.values()), rel=0.05)
+    assert peak["host"] == pytest.approx(sum(host.values()), rel=0.05)
+    assert peak["host"] - peak["pinned"] < 2.1 * found["parameters"]

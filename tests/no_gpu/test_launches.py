@@ -42,21 +42,21 @@ bare              1     int8_weights           140          0        268       1
 bare              1     no_masters             148          0        276       1645          0          2         15          0          0
 bare              1     share_basis            136          0        338        419          0          2          0          0          0
 bare              1     module_rules           212          0        340       1534          0          2         13          0          0
-mixture-8         1     right                  191          0        323       1755          0          2         16          0          0
-mixture-8         1     own_bases              223          0        355       1613          0          2         13          0          0
-mixture-8         1     full_residual          318          2        430       1666          0          2         16          0          0
-mixture-8         1     muon                   367          0        465       1836          0          2         16          0          0
-mixture-8         1     apollo                 221          0        220        293          0          0          0          0          0
-mixture-8         1     int8_factored          328         16        463       1963          0          2         16          0          0
-mixture-8         1     int8_weights           219          0        351       1764          0          2         16          0          0
-mixture-8         1     no_masters             241          0        373       1786          0          2         16          0          0
-mixture-32        1     right                  191          0        323       1775          0          2         16          0          0
-mixture-32        1     own_bases              183          0        311       1686          0          2         15          0          0
-mixture-32        1     full_residual          318          2        430       1686          0          2         16          0          0
-mixture-32        1     apollo                 221          0        220        294          0          0          0          0          0
-mixture-32        1     int8_factored          328         16        463       1983          0          2         16          0          0
-mixture-32        1     int8_weights           219          0        351       1784          0          2         16          0          0
-mixture-32        1     no_masters             241          0        373       1806          0          2         16          0          0
+mixture-8         1     right                  142          0        270       1657          0          2         16          0          0
+mixture-8         1     own_bases              184          0        312       1538          0          2         13          0          0
+mixture-8         1     full_residual          271          2        383       1633          0          2         16          0          0
+mixture-8         1     muon                   328          0        426       1805          0          2         16          0          0
+mixture-8         1     apollo                 155          0        155        234          0          0          0          0          0
+mixture-8         1     int8_factored          231         10        361       1815          0          2         16          0          0
+mixture-8         1     int8_weights           145          0        273       1645          0          2         16          0          0
+mixture-8         1     no_masters             156          0        284       1647          0          2         16          0          0
+mixture-32        1     right                  142          0        270       1677          0          2         16          0          0
+mixture-32        1     own_bases              183          0        311       1684          0          2         15          0          0
+mixture-32        1     full_residual          271          2        383       1653          0          2         16          0          0
+mixture-32        1     apollo                 155          0        155        234          0          0          0          0          0
+mixture-32        1     int8_factored          231         10        361       1835          0          2         16          0          0
+mixture-32        1     int8_weights           145          0        273       1665          0          2         16          0          0
+mixture-32        1     no_masters             156          0        284       1667          0          2         16          0          0
 zero2             1     right                  186          0        311       1668          0          2         15          2          0
 zero2             1     two_sided              306          0        451       1903          0          2         15          2          0
 zero2             1     muon                   372          0        467       1820          0          2         15          2          0
@@ -106,14 +106,14 @@ zero3             4     activations            187          0        248        
 zero3             4     fpdt                   187          0        248        890          0          2         13          2          0
 zero3             4     offload                217         14        282        916          2          3          8          2          0
 zero3             4     offload_adamw           28          0         28         29          2          2          3          2          0
-zero3-mixture-8   4     right                  285          7        417        906          1          4          7          3          1
-zero3-mixture-8   4     own_bases              302          7        434        924          1          4          7          3          1
-zero3-mixture-32  4     right                  285          7        418        916          1          4          7          3          1
-zero3-mixture-32  4     own_bases              302          7        435        997          1          4          8          3          1
+zero3-mixture-8   4     right                  217          3        344        802          0          3          6          2          0
+zero3-mixture-8   4     own_bases              256          8        383        851          0          3          6          2          0
+zero3-mixture-32  4     right                  217          3        345        812          0          3          6          2          0
+zero3-mixture-32  4     own_bases              256          8        384        924          0          3          7          2          0
 """
 # Numbers that the host gives otherwise from one ordinary step to the next: none, so that a CUDA graph can hold the step.
 # Of bases that are drawn, and not found, a refresh between the two has given one another.
-RENEWED = {"random": 1}
+RENEWED = dict.fromkeys(("random", "apollo", "apollo_mini"), 1)
 # Of each kind one; the others are slow. The mixture's bases are right ones, with states in fp32.
 ALWAYS = {
     ("bare", "int8_factored"),
