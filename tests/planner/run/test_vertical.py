@@ -90,6 +90,28 @@ def test_inputs_of_layers_may_wait_without_the_sum_after_attention() -> None:
     assert written["hmt"]["activations"]["policy"]["residual"] == "recompute"
 
 
+def test_states_bases_and_gradients_of_the_70b_are_their_formulas() -> None:
+    """Right bases of r columns and 32 probes, both bf16; two moments in 8 bits with an fp32 scale for 256 of them."""
+    mode = OptimizerMode(rank=128, master_weights="none", state_dtype="int8", on_gpu=True)
+    request = replace(REQUEST, shape=model_shape("70b", 32000), modes=(mode,))
+    _, setup, _ = setups(request)
+    memory = evaluate(request, setup, mode).estimate.memory
+    rows, columns = 2 * 8192 + 2 * 1024 + 2 * 28672 + 8192, 6 * 8192 + 28672  # of a layer's seven
+    dense, vectors, moment = 2 * 32000 * 8192, 161 * 8192, 2 * (1 + 4 / 256)
+    states = moment * (80 * 128 * rows + dense) + 2 * 4 * vectors
+    found = {**memory["gpu"], "weights": memory["host"]["weights"]}
+    expected = {
+        "weights": 2 * 68_976_648_192,
+        "probes": 2 * 80 * 32 * columns,
+        "gradients": 2 * (80 * (128 + 32) * rows + dense),
+        "optimizer states": states + 2 * 80 * 128 * columns,
+    }
+    # Beside them, less than a thousandth: gradients of vectors, evidence of ranks and keys.
+    for kind, nbytes in expected.items():
+        assert found[kind] == pytest.approx(nbytes, rel=1e-3), kind
+    assert memory["host"]["weights"] <= 2.1 * 68_976_648_192
+
+
 def test_the_same_work_by_the_formula_and_played() -> None:
     horizontal, vertical = answers()
     assert vertical.estimate.hardware_flops == horizontal.estimate.hardware_flops
