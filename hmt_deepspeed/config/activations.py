@@ -200,8 +200,8 @@ class ActivationsConfig(StrictModel):
     )
     host_memory: Auto | Annotated[int, Field(ge=MIN_HOST_MEMORY)] = Field(
         default="auto",
-        description="Bytes of pinned host memory that each rank may swap to, also by a plan; auto takes what a "
-        "step needs, up to half of what is free, shared by the ranks of a machine.",
+        description="Bytes of pinned host memory that each rank may swap to, also by a plan or by DeepSpeed's "
+        "cpu_checkpointing; auto takes what a step needs, up to half of what is free, shared by the ranks of a machine.",
         json_schema_extra={"who": "Machines whose host memory others need too."},
     )
     nvme_path: Annotated[str, Field(min_length=1)] | None = Field(
