@@ -40,6 +40,7 @@ def test_what_the_70b_recipe_takes_is_planned_by_kind() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_all_80_layers_of_the_70b() -> None:
     """69.0G parameters, two micro-batches."""
     found, gpu, host = counted("--layers", "80", "--micro_batches", "2", "--steps", "2")
