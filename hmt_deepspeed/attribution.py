@@ -323,7 +323,7 @@ class _Overrides:
 
     def __init__(self, components: Mapping[str, Component]) -> None:
         self._rules = [(re.compile(p), component) for p, component in components.items()]
-        self._legal = [c for c in COMPONENTS if c not in ("embedding", "projected_inputs")]
+        self._legal = [c for c in COMPONENTS if c not in ("layer_input", "projected_inputs")]
 
     def component(self, name: str) -> Component | None:
         """Component of a module by its full name, or None."""

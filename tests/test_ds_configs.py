@@ -233,7 +233,7 @@ def beside_a_plain_twin(name: str) -> dict[str, list[float]]:
     recipe["hmt"]["optimizer"]["rank"] = 8
     plain = deepcopy(recipe)
     plain["zero_optimization"] = {"stage": 2}
-    del plain["hmt"]["accumulation"], plain["hmt"]["activations"], plain["activation_checkpointing"]
+    del plain["hmt"]["accumulation"], plain["hmt"]["activations"]
     faster = deepcopy(plain)
     faster["optimizer"]["params"]["lr"] *= 1.05
     rows = recipe["train_micro_batch_size_per_gpu"]

@@ -90,8 +90,8 @@ class ActivationBackend:
         self.model, self.attribution = model, attribution
         self._policy = Policy(policy, overrides or {}, codecs, of_inputs)
         self._layers: dict[nn.Module, LayerSites] = {}
-        for index, layer in enumerate(attribution.layers):
-            self._layers.setdefault(layer.module, self._policy.layer(layer, is_first=index == 0))
+        for layer in attribution.layers:
+            self._layers.setdefault(layer.module, self._policy.layer(layer))
         self._around = around
         self._seed, self._error_interval = seed, error_interval
         self._transfers, self._engine = tuple(transfers), engine

@@ -33,6 +33,8 @@ __all__ = [
     "SavedBlocks",
     "SavedTensor",
     "SwapHost",
+    "SwapHostFp8",
+    "SwapHostInt8",
     "SwapSsd",
     "build_codec",
     "dense_strides",
@@ -164,11 +166,15 @@ class SavedBlocks:
         return None
 
     def decode(self) -> Tensor:
+        return self.decode_from(self.codes, self.scales)
+
+    def decode_from(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The tensor of codes and scales that may have been away meanwhile."""
         out = torch.empty_strided(
             self._shape, self._strides, dtype=self._dtype, device=self._device
         )
         matrix = self._matrix(out)
-        self._codec.decode_matrix(self.codes, self.scales, matrix)
+        self._codec.decode_matrix(codes, scales, matrix)
         if matrix.data_ptr() != out.data_ptr():  # tokens and channels are interleaved
             permuted = out.permute(self._order)
             permuted.copy_(matrix.view(permuted.shape))
@@ -306,6 +312,10 @@ class _Swap:
         name: str = "activation",
     ) -> _Swapped:
         _check_float(tensor, self.choice, name)
+        return self.move(tensor, name)
+
+    def move(self, tensor: Tensor, name: str) -> _Swapped:
+        """Hold a tensor of any dtype."""
         self.sweep()
         entry = f"{name} #{next(_Swap._count)}"
         held = _Swapped(tensor, self, entry)
@@ -337,6 +347,66 @@ class SwapSsd(_Swap):
     choice: ClassVar[Choice] = "swap_ssd"
 
 
+# -- swap in 8 bits -------------------------------------------------------------------------------
+
+
+class _SwappedBlocks:
+    """Codes and scales in a store, of which nothing is left on the device."""
+
+    nbytes = 0
+
+    def __init__(self, blocks: SavedBlocks, swap: SwapHost, name: str) -> None:
+        self._blocks = blocks
+        self._parts = (swap.move(blocks.codes, name), swap.move(blocks.scales, f"{name}, scales"))
+        del blocks.codes, blocks.scales
+
+    def prefetch(self) -> None:
+        for part in self._parts:
+            part.prefetch()
+
+    def decode(self) -> Tensor:
+        codes, scales = (part.decode() for part in self._parts)
+        return self._blocks.decode_from(codes, scales)
+
+
+class _SwapBlocks:
+    """Codecs that encode on the device and move what that takes, half of 16 bits, to pinned host memory.
+
+    Args:
+        store: where to. options: of the codec.
+    """
+
+    choice: ClassVar[Choice]
+    lossy: ClassVar[bool] = True
+    _codec: ClassVar[type[_Blocks]]
+
+    def __init__(self, store: Store, **options: Any) -> None:
+        self._blocks, self._swap = self._codec(**options), SwapHost(store)
+
+    def encode(
+        self,
+        tensor: Tensor,
+        token_dims: int | tuple[int, ...] = 0,
+        key: int = 0,
+        name: str = "activation",
+    ) -> _SwappedBlocks:
+        return _SwappedBlocks(self._blocks.encode(tensor, token_dims, key, name), self._swap, name)
+
+
+class SwapHostInt8(_SwapBlocks):
+    """INT8, see :class:`Int8`."""
+
+    choice: ClassVar[Choice] = "swap_host_int8"
+    _codec: ClassVar[type[_Blocks]] = Int8
+
+
+class SwapHostFp8(_SwapBlocks):
+    """FP8 e4m3, see :class:`Fp8`."""
+
+    choice: ClassVar[Choice] = "swap_host_fp8"
+    _codec: ClassVar[type[_Blocks]] = Fp8
+
+
 # -- all ------------------------------------------------------------------------------------------
 
 
@@ -345,7 +415,7 @@ def build_codec(choice: Choice, store: Store | None = None, **options: Any) -> C
 
     Args:
         store: where a codec moves tensors to whose place is not the device.
-        options: of its class; ``block_size`` of ``int8`` and ``fp8``.
+        options: of its class; ``block_size`` of those of 8 bits.
 
     Raises:
         ValueError: a choice that holds nothing, a codec without its store, or a class that is not what its row says.

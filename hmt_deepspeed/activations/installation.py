@@ -160,7 +160,7 @@ def _refuse_other(function: Callable[..., Any] | None) -> None:
     if not known and getattr(function, "func", function) is not torch_checkpoint:
         raise ValueError(
             "activation_checkpointing_enable was asked to offload, but hmt.activations decides what "
-            'becomes of activations: leave offload out and set "residual": "swap_host"'
+            'becomes of activations: leave offload out and set "layer_input": "swap_host"'
         )
 
 

@@ -109,12 +109,9 @@ class Policy:
         """Whether ``X [Q | P]`` is held in a layer of this name, or outside of layers."""
         return self.choice("projected_inputs", *names) == "project"
 
-    def layer(self, layer: Layer, is_first: bool) -> LayerSites:
+    def layer(self, layer: Layer) -> LayerSites:
         """The sites of a layer."""
-        label: Component = "embedding" if is_first else "residual"
-        choice = self.choice(label, layer.name)
-        # What enters a layer is held in some form, or there is nothing to compute it from again.
-        input_codec = self.input_codec("keep" if choice == "recompute" else choice, 0)
+        input_codec = self.input_codec(self.choice("layer_input", layer.name), 0)
         found = {
             name: self._site(layer, name, component)
             for name, component in layer.components.items()
@@ -131,7 +128,7 @@ class Policy:
             layer.module,
             Site(layer.name, "unattributed", kept),
             tuple((modules[name], site) for name, site in found.items()),
-            label,
+            "layer_input",
             input_codec,
             self.holds_products(layer.name),
             frozenset(layer.components.values()) - {"layernorm"},
@@ -220,8 +217,8 @@ def _check_override(
 def _owners(attribution: Attribution) -> dict[Component, list[tuple[str, ...]]]:
     """Names under which each component's choice is looked up, the owner's own last, once for each owner."""
     found: dict[Component, list[tuple[str, ...]]] = {component: [] for component in COMPONENTS}
-    for index, layer in enumerate(attribution.layers):
-        found["embedding" if index == 0 else "residual"].append((layer.name,))
+    for layer in attribution.layers:
+        found["layer_input"].append((layer.name,))
         found["projected_inputs"].append((layer.name,))
         for name, component in layer.components.items():
             found[component].append((layer.name, f"{layer.name}.{name}"))

@@ -37,7 +37,7 @@ __all__ = [
 PLAN = "plan"
 MIN_HOST_MEMORY = 2**20
 
-# Components of which a module can own the output; `embedding` is the first layer's input, whoever made it, and
+# Components of which a module can own the output; what enters a layer is known, whoever made it, and so are
 # linears that are projected are known.
 OwnedComponent = Literal[
     "attention_qkv",
@@ -91,10 +91,10 @@ def _check_choice(choice: Choice | None, info: ValidationInfo) -> Choice | None:
 class Policy(StrictModel):
     """`hmt.activations.policy`; the defaults are the HMT paper's table."""
 
-    embedding: Choice = _choice(
-        "embedding",
-        "What enters the first decoder layer.",
-        who="swap_host: long sequences in chunks (hmt.fpdt).",
+    layer_input: Choice = _choice(
+        "layer_input",
+        "What enters a decoder layer.",
+        who="swap_host, or swap_host_int8: it is what is left where all else is computed again.",
     )
     attention_qkv: Choice = _choice(
         "attention_qkv",
@@ -118,9 +118,8 @@ class Policy(StrictModel):
     )
     residual: Choice = _choice(
         "residual",
-        "What enters each further layer, and what attention adds to it; recompute is of the "
-        "latter, and keeps the former.",
-        who="fp8 or swap_host: the second step where the default does not fit.",
+        "What attention adds to what enters a layer.",
+        who="recompute: likewise, at one product more.",
     )
     projected_inputs: Choice = _choice(
         "projected_inputs",
@@ -157,7 +156,7 @@ def _planned(policy: object) -> object:
 class PolicyOverride(StrictModel):
     """A value of `hmt.activations.overrides`: components left out are as in the policy."""
 
-    embedding: Choice | None = _override("embedding")
+    layer_input: Choice | None = _override("layer_input")
     attention_qkv: Choice | None = _override("attention_qkv")
     attention_output: Choice | None = _override("attention_output")
     mlp_intermediate: Choice | None = _override("mlp_intermediate")

@@ -119,6 +119,26 @@ CODECS: dict[str, CodecSpec] = {
             nbytes=raw_bytes,
             place="ssd",
         ),
+        CodecSpec(
+            "swap_host_int8",
+            held="as `int8`, in pinned host memory",
+            costs="half of `swap_host`'s PCIe and host memory; `int8`'s error",
+            implementation=f"{_CLASSES}:SwapHostInt8",
+            nbytes=block_bytes,
+            lossy=True,
+            place="host",
+            passes=1,
+        ),
+        CodecSpec(
+            "swap_host_fp8",
+            held="as `fp8`, in pinned host memory",
+            costs="the same; `fp8`'s error",
+            implementation=f"{_CLASSES}:SwapHostFp8",
+            nbytes=block_bytes,
+            lossy=True,
+            place="host",
+            passes=1,
+        ),
     )
 }
 

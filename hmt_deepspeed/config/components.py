@@ -21,18 +21,17 @@ __all__ = [
 ]
 
 # What a tensor that backward needs belongs to:
-#   embedding         the embedding's output, which enters the first decoder layer
+#   layer_input       what enters a decoder layer: the embedding's output, or the layer's before
 #   attention_qkv     outputs of the query, key and value projections
 #   attention_output  output of the attention operation, which enters the output projection
 #   mlp_intermediate  outputs of the gate and up projections (of fc1), which enter the activation function
 #   experts           outputs of a mixture's experts, of both projections; what its router puts out is always kept
-#   residual          the residual stream: what enters each further layer, and what attention adds to it
-#                     (recompute: of what attention adds only; what enters a layer is then kept)
+#   residual          the residual stream within a layer: what attention adds to what enters it
 #   layernorm         norms: their internals are computed again from their input, which is held
 #   projected_inputs  inputs of linears whose backward is projected
 #   lm_head           input of the language-model head
 Component = Literal[
-    "embedding",
+    "layer_input",
     "attention_qkv",
     "attention_output",
     "mlp_intermediate",
@@ -61,7 +60,7 @@ COMPONENTS: tuple[Component, ...] = get_args(Component)
 POLICY_COMPONENTS: tuple[Component, ...] = tuple(c for c in COMPONENTS if c != "layernorm")
 
 # What enters a layer, or the head, must be held in some form, or there is nothing to compute from again.
-_HELD: tuple[Component, ...] = ("embedding", "lm_head")
+_HELD: tuple[Component, ...] = ("layer_input", "lm_head")
 
 
 def all_choices() -> tuple[Choice, ...]:
@@ -79,9 +78,10 @@ def legal_choices(component: Component) -> tuple[Choice, ...]:
     return (keep, *others) if component in _HELD else (keep, "recompute", *others)
 
 
-# The HMT paper's table; of projected inputs it says nothing, of experts what it says of any MLP.
+# The HMT paper's table, whose embedding and residual stream, all kept, are layer_input and residual here; of projected
+# inputs it says nothing, of experts what it says of any MLP.
 PAPER_POLICY: dict[Component, Choice] = {
-    "embedding": "keep",
+    "layer_input": "keep",
     "attention_qkv": "recompute",
     "attention_output": "int8",
     "mlp_intermediate": "int8",

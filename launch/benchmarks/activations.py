@@ -42,7 +42,7 @@ FULL, TO_HOST, TO_SSD = "full recompute", "swap_host", "swap_ssd"
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RECOMPUTED = ("attention_qkv", "attention_output", "mlp_intermediate", "residual")
-_SWAPPED = ("embedding", "attention_output", "mlp_intermediate", "residual")
+_SWAPPED = ("layer_input", "attention_output", "mlp_intermediate", "residual")
 _SSD_HOST_MEMORY = 2**26
 
 

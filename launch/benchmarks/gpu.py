@@ -64,7 +64,9 @@ def _adamw(stage: int) -> dict[str, Any]:
 _CPU = {"device": "cpu", "pin_memory": True}
 _NO_MASTERS = {"rank": RANK, "master_weights": "none"}
 _RECOMPUTE = {"attention_output": "recompute", "mlp_intermediate": "recompute"}
-_SWAP = {"residual": "swap_host", "attention_output": "swap_host", "mlp_intermediate": "swap_host"}
+_SWAP = dict.fromkeys(
+    ("layer_input", "residual", "attention_output", "mlp_intermediate"), "swap_host"
+)
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "DeepSpeed AdamW, ZeRO-2": _adamw(2),
     "DeepSpeed AdamW, ZeRO-3": _adamw(3),
@@ -85,7 +87,7 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
         _NO_MASTERS,
         stage=3,
         fpdt={"chunk_size": 16384},
-        activations={"policy": {**_RECOMPUTE, "residual": "swap_host"}},
+        activations={"policy": {**_RECOMPUTE, "layer_input": "swap_host", "residual": "swap_host"}},
     ),
 }
 _SEQUENCES = {"HMT, FPDT, 128K tokens": LONG}  # tokens, where they are not SEQUENCE

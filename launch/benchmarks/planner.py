@@ -138,7 +138,7 @@ def _reference(planner: Any, problem: Any) -> Any:
     """The plan that computes everything again that may be."""
     from hmt_deepspeed.zero.planning.run_profile import reference_plan
 
-    return reference_plan(planner._hmt, problem.workload, problem.machine)
+    return reference_plan(planner._hmt, planner.facts, problem.workload, problem.machine)
 
 
 def _limit(profiled: Any, shape: Shape, part: float) -> int:

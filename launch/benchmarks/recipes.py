@@ -87,13 +87,11 @@ def _answer(name: str, shape: ModelShape, machine: Machine, seq_length: int) -> 
         )
     )
     order = config["hmt"].get("accumulation") == "vertical"
-    inputs_away = "activation_checkpointing" in config
     (answer,) = [
         a
         for a in found.answers
         if (a.problem.setup.offload_optimizer == "cpu") == offloads
         and a.problem.setup.vertical == order
-        and a.problem.setup.cpu_checkpointing == inputs_away
     ]
     return answer, found.longest_sequence if found.best is answer else 0
 

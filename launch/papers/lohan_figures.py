@@ -35,7 +35,7 @@ __all__ = ["lohan_rows"]
 
 _INTER_BLOCK: dict[Component, Choice] = {
     **dict.fromkeys(PAPER_POLICY, "recompute"),
-    "embedding": "swap_host",
+    "layer_input": "swap_host",
     "residual": "swap_host",
     "layernorm": "keep",
     "lm_head": "keep",

@@ -97,7 +97,8 @@ def zero_rows() -> Iterator[Row]:
     large = plain_shape(layers=125, hidden=8192, heads=64, vocab=51200, dropout=0.0)
     workload = build_workload(large, micro_batch=32, seq_length=1024)
     inputs: dict[Component, Choice] = dict.fromkeys(PAPER_POLICY, "recompute")
-    inputs |= {"embedding": "keep", "lm_head": "keep", "layernorm": "keep"}
+    inputs |= {"layer_input": "keep", "lm_head": "keep"}
+    inputs |= {"layernorm": "keep"}
     choices = {
         site: choice
         for site, choice in choices_of(workload, inputs).items()

@@ -28,7 +28,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "activations": {
         "hmt": {
             "optimizer": _OPTIMIZER,
-            "activations": {"policy": {"mlp_intermediate": "swap_host", "residual": "int8"}},
+            "activations": {"policy": {"mlp_intermediate": "swap_host", "layer_input": "int8"}},
         }
     },
     "FPDT": {"hmt": {"optimizer": _OPTIMIZER, "fpdt": {"chunk_size": 7}}},
@@ -43,13 +43,13 @@ VERTICAL: dict[str, Any] = {
         "stage3_param_persistence_threshold": 100,
         "offload_param": {"device": "cpu", "pin_memory": True},
     },
-    "activation_checkpointing": {"cpu_checkpointing": True},
     "hmt": {
         "accumulation": "vertical",
         "optimizer": {**_OPTIMIZER, "master_weights": "none", "state_dtype": "int8"},
         "activations": {
             "policy": {
-                **dict.fromkeys(("embedding", "lm_head"), "swap_host"),
+                "layer_input": "swap_host_int8",
+                "lm_head": "swap_host",
                 **dict.fromkeys(
                     ("attention_qkv", "attention_output", "mlp_intermediate", "residual"),
                     "recompute",

@@ -37,7 +37,7 @@ def run_case(seed: int, small: bool) -> CaseReport:
             hmt={
                 "optimizer": _OPTIMIZER,
                 "basis_cache": {"history": 1},
-                "activations": {"policy": {"mlp_intermediate": "swap_host", "residual": "int8"}},
+                "activations": {"policy": {"mlp_intermediate": "swap_host", "layer_input": "int8"}},
                 "snapshot": {"path": str(folder / "snapshots"), "interval": steps // 10},
             },
         ),

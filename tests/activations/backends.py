@@ -20,7 +20,7 @@ INSIDE = ("attention_qkv", "attention_output", "mlp_intermediate", "residual")
 KEEP = dict.fromkeys(INSIDE, "keep")
 RECOMPUTE = dict.fromkeys(INSIDE, "recompute")
 PAPER_KEPT = {"attention_output": "keep", "mlp_intermediate": "keep"}  # the paper's table, exact
-SWAP = dict.fromkeys((*INSIDE, "embedding"), "swap_host")
+SWAP = dict.fromkeys((*INSIDE, "layer_input"), "swap_host")
 CHOICES = ["keep", "recompute", "swap_host"]  # the exact ones
 SEED = 3
 
@@ -137,9 +137,9 @@ def attribution_of(model, components=None, exits=("fc2",)):
 
 def backend_on(model, choice="keep", components=None, exits=("fc2",), **options):
     """On a stack: the MLP's intermediate in this form, inputs and residuals kept or, with it, swapped."""
-    policy = {"mlp_intermediate": choice, "embedding": "keep", "residual": "keep"}
+    policy = {"mlp_intermediate": choice, "layer_input": "keep", "residual": "keep"}
     if choice == "swap_host":
-        policy = dict.fromkeys(("mlp_intermediate", "embedding", "residual"), choice)
+        policy = dict.fromkeys(("mlp_intermediate", "layer_input", "residual"), choice)
         options.setdefault("store", host_store())
     attribution = attribution_of(model, components, exits)
     return installed(model, policy, attribution=attribution, **options)

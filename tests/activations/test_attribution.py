@@ -266,7 +266,7 @@ def test_an_adapters_matrices_belong_to_what_they_adapt() -> None:
     ("rules", "words"),
     [
         ({"qproj": "attention_qkv"}, "'qproj' matches no module"),
-        ({"embed_tokens": "embedding"}, "is 'embedding', legal: attention_qkv"),
+        ({"embed_tokens": "layer_input"}, "is 'layer_input', legal: attention_qkv"),
         ({"": "lm_head"}, "'lm_head' is given to .* legal is one module"),
     ],
 )

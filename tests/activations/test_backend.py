@@ -84,8 +84,8 @@ def test_held_bytes_are_those_of_the_vocabulary(llama):
     log_sum_exp = 4 * TOKENS * 4
     of_layer = {"attention_output": attention + log_sum_exp, "mlp_intermediate": gate_and_up}
     assert report.held_bytes == {
-        "model.layers.0": of_layer | {"embedding": raw, "residual": raw},
-        "model.layers.1": of_layer | {"residual": 2 * raw},
+        "model.layers.0": of_layer | {"layer_input": raw, "residual": raw},
+        "model.layers.1": of_layer | {"layer_input": raw, "residual": raw},
         "model.norm": {"layernorm": raw},
         "lm_head": {"lm_head": raw},
     }
@@ -229,7 +229,7 @@ def test_autocast(llama):
             held = backend.report().bytes_by_label
         for name in expected:  # autocast's cache of weights sums their gradients in another order
             torch.testing.assert_close(found[name], expected[name], rtol=2**-7, atol=1e-4)
-    assert held["residual"] == TOKENS * 32 * 4
+    assert held["layer_input"] == 2 * TOKENS * 32 * 4
 
 
 def test_gradient_accumulation(llama, expected):
@@ -323,7 +323,7 @@ def test_gradient_checkpointing_enable_enables_ours(llama, expected):
         llama.gradient_checkpointing_disable()
         assert_equal(gradients(llama), expected)
         assert backend.report().hits == {}
-        with pytest.raises(ValueError, match='"residual": "swap_host"'):
+        with pytest.raises(ValueError, match='"layer_input": "swap_host"'):
             llama.activation_checkpointing_enable(offload=True)
     llama.disable_input_require_grads()
 
@@ -336,7 +336,7 @@ def test_what_was_enabled_before_is_heeded(expected):
         assert backend.calls == 2  # the first of two layers, and what lies outside them
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
     model.activation_checkpointing_enable(offload=True)
-    with pytest.raises(ValueError, match='"residual": "swap_host"'):
+    with pytest.raises(ValueError, match='"layer_input": "swap_host"'):
         make_backend(model).install()
 
 
@@ -372,7 +372,7 @@ def test_overrides(llama):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"embedding": "recompute"}, r"policy\.embedding is 'recompute', legal: keep, int8"),
+        ({"layer_input": "recompute"}, r"policy\.layer_input is 'recompute', legal: keep, int8"),
         ({"residual": "swap_host"}, r"policy\.residual is 'swap_host', but .* codecs of keep"),
         ({"attention_qkv": "project"}, r"policy\.attention_qkv is 'project', legal"),
     ],

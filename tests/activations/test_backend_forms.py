@@ -66,7 +66,7 @@ def test_errors_are_measured_at_their_interval():
 def test_attention_is_run_again_where_its_inputs_come_back_with_an_error(outliers, monkeypatch):
     """Log-sum-exp and output of forward do not fit q and k recomputed from a layer's encoded input."""
     model, batch, expected = outliers
-    policy = {"embedding": "fp8", "residual": "fp8", "attention_output": "keep"}
+    policy = {"layer_input": "fp8", "attention_output": "keep"}
 
     def error():
         with installed(model, policy) as backend:
@@ -96,14 +96,14 @@ def test_what_the_output_projection_reads_is_what_is_held():
     expected = gradients(model, batch)
     name = "model.layers.0.self_attn.o_proj.weight"
     for choice, is_exact in (("keep", True), ("recompute", False)):
-        with installed(model, {"embedding": "fp8", "attention_output": choice}) as backend:
+        with installed(model, {"layer_input": "fp8", "attention_output": choice}) as backend:
             assert torch.equal(gradients(model, batch)[name], expected[name]) is is_exact
             assert backend.report().rerun["attention_output"] == 1
 
 
 @pytest.mark.parametrize("inputs", ["swap_host", "keep"])
 def test_swapped_layers_come_back_one_ahead(inputs):
-    policy = SWAP | {"embedding": inputs, "residual": inputs}
+    policy = SWAP | {"layer_input": inputs}
     model = tiny("llama", num_hidden_layers=3)
     expected, store, log = gradients(model), host_store(), []
     for verb in ("prefetch", "get"):

@@ -267,7 +267,7 @@ def test_an_input_is_not_mistaken_for_one_before_a_write_or_at_its_address():
     model = stack(count=1)
     weight = model.layers[0].fc1.weight
     x, total, inputs = batch(), 0.0, []
-    with installed(model, {"embedding": "int8"}, attribution=attribution_of(model)):
+    with installed(model, {"layer_input": "int8"}, attribution=attribution_of(model)):
         for number in range(4):
             total = total + model(x).square().sum()
             inputs.append(x.clone())

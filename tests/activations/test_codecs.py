@@ -215,7 +215,7 @@ def test_no_codec_for_what_holds_nothing(choice):
         build_codec(choice)
 
 
-@pytest.mark.parametrize("choice", ["swap_host", "swap_ssd"])
+@pytest.mark.parametrize("choice", ["swap_host", "swap_ssd", "swap_host_int8", "swap_host_fp8"])
 def test_swap_needs_a_store(choice):
     with pytest.raises(ValueError, match="needs a store"):
         build_codec(choice)

@@ -193,7 +193,7 @@ def test_no_token_changes_experts_when_a_layer_is_computed_again(family: str) ->
         )
         for layer in model.model.layers
     ]
-    policy = {"residual": "fp8", "embedding": "fp8", "experts": "recompute"}
+    policy = {"layer_input": "fp8", "experts": "recompute"}
     with installed(model, policy):
         gradients(model)
     for hook in hooks:

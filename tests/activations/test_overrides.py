@@ -20,7 +20,7 @@ def llama() -> Attribution:
     "overrides",
     [
         {r"layers\.1$": {"mlp_intermediate": "fp8", "residual": "int8"}},  # by the layer's name
-        {r"layers\.0$": {"embedding": "int8"}},
+        {r"layers\.0$": {"layer_input": "int8"}},
         {r"gate_proj$": {"mlp_intermediate": "keep"}},
         {r"o_proj": {"residual": "fp8"}},
         {r"layers\.0\..*o_proj": {"residual": "fp8"}, "o_proj": {"residual": "int8"}},
@@ -46,7 +46,10 @@ def test_what_decides_something_is_allowed(llama: Attribution, overrides: Any) -
             r"\['q_proj\$'\]\.mlp_intermediate decides nothing: .* has no mlp_intermediate; legal .*"
             r"model\.layers\.\*\.mlp\.gate_proj, model\.layers\.\*\.mlp\.up_proj",
         ),
-        ({r"layers\.1$": {"embedding": "int8"}}, r"embedding decides nothing.*: model\.layers\.\*"),
+        (
+            {"o_proj": {"layer_input": "int8"}},
+            r"layer_input decides nothing.*: model\.layers\.\*\.",
+        ),
         ({r"layers\.\d+$": {"lm_head": "int8"}}, r"lm_head decides nothing.*: lm_head\."),
         (  # one of two components
             {"gate_proj": {"mlp_intermediate": "keep", "residual": "int8"}},

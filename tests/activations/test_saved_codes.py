@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 POLICIES = {
     "int8": {"attention_qkv": "int8"},
     "fp8": {"attention_qkv": "int8", "attention_output": "fp8"},
-    "lossy inputs": {"embedding": "int8", "residual": "int8"},
+    "lossy inputs": {"layer_input": "int8"},
     "recompute": {"attention_qkv": "int8", "residual": "recompute"},
 }
 

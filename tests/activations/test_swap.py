@@ -103,6 +103,33 @@ def test_bytes_leave_the_device_and_return_when_asked(stores):
     assert counters.bytes_in == 8 * PAGE
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_in_8_bits_what_leaves_is_codes_and_scales(stores, form):
+    """As the form itself rounds, to the bit; half of 16 bits moves, and nothing of it stays on the device."""
+    tensor = torch.randn(2, 512, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    codec = build_codec(f"swap_host_{form}", stores.host)
+    held = codec.encode(tensor, (0, 1), key=5, name="layers.0: layer_input")
+    expected = build_codec(form).encode(tensor, (0, 1), key=5)
+    counters = stores.engine.counters
+    assert (held.nbytes, counters.bytes_out) == (0, expected.nbytes)
+    assert not any(isinstance(part, torch.Tensor) for part in vars(held._blocks).values())
+    original = StorageWeakRef(tensor.untyped_storage())
+    strides = tensor.stride()
+    tensor.zero_()  # what was encoded is a copy
+    del tensor
+    stores.engine.streams.drain()
+    assert original.expired()
+    held.prefetch()
+    assert counters.bytes_in == expected.nbytes
+    for _ in range(2):
+        out = held.decode()
+        assert torch.equal(out, expected.decode())
+        assert (out.dtype, out.stride()) == (torch.bfloat16, strides)
+    del held
+    codec.encode(torch.ones(1))  # whose first use drops what the garbage held
+    assert stores.host.pool.used_bytes == 2 * PAGE
+
+
 def test_a_change_in_place_is_noticed(stores):
     """The copy leaves at a time of its own: it may hold the old values or the new ones."""
     tensor = page()

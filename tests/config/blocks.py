@@ -31,7 +31,7 @@ DEFAULTS = {
     "seed": 0,
 }
 POLICY = {
-    "embedding": "keep",
+    "layer_input": "keep",
     "attention_qkv": "recompute",
     "attention_output": "int8",
     "mlp_intermediate": "int8",

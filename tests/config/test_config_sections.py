@@ -71,7 +71,7 @@ def test_a_choice_that_a_component_does_not_have_is_refused_with_the_reason(comp
         ({"overrides": {"(": {"residual": "fp8"}}}, "overrides", "not a regular expression"),
         ({"overrides": {"x": {}}}, "overrides['x']", "got {}. It sets no component: remove it."),
         ({"components": {"x": "mlp"}}, "components['x']", 'or "lm_head".'),
-        ({"components": {"x": "embedding"}}, "components['x']", "got 'embedding'. Legal: "),
+        ({"components": {"x": "layer_input"}}, "components['x']", "got 'layer_input'. Legal: "),
         ({"components": {"(": "residual"}}, "components", "not a regular expression"),
         ({"projected_inputs": "project"}, "projected_inputs", '"hmt.activations.policy.projected_'),
         ({"components": {"x": "projected_inputs"}}, "components['x']", 'or "lm_head".'),

@@ -184,7 +184,7 @@ def test_projected_experts_compute_their_gates_again() -> None:
 def test_what_activations_hold_beside_chunks_is_counted(choice: str) -> None:
     shape = Shape(128, 2, 2, vocabulary=64, sequence=384, micro_batch=1)
     model = llama(shape).to(torch.bfloat16)
-    components = ("embedding", "residual", "attention_output", "lm_head")
+    components = ("layer_input", "attention_output", "lm_head")
     config = ActivationsConfig.model_validate({"policy": dict.fromkeys(components, choice)})
     activations = ChunkedActivations(
         model, config, device=torch.device("cpu"), aio=None, current_step=lambda: 0

@@ -122,7 +122,7 @@ def activations_of(choice: str, in_chunks: bool, folder: str) -> dict[str, Any]:
         return {"policy": {"attention_output": "int8", "mlp_intermediate": "int8"}}
     held = {"attention_output": "swap_ssd", "mlp_intermediate": "recompute"}
     if in_chunks:
-        held = {"embedding": "swap_ssd", "residual": "swap_ssd"}
+        held = {"layer_input": "swap_ssd"}
     return {"policy": held, "nvme_path": folder, "host_memory": 2**20}
 
 

@@ -43,6 +43,8 @@ __all__ = [
 BUCKET_ELEMENTS = 50_000_000  # reduce_bucket_size of the JSON that is written
 _CHECKED = 8  # the longest sequence is found to so many tokens
 _STEP_TIME = 0.5  # seconds of search for each setup
+_WORTHWHILE = 3  # times as fast, for which exactness or the size of a step is given up
+_SPARED = 1.05  # times as long, within which activations stay off the SSDs
 SECONDS_PER_DAY = 86400
 
 
@@ -67,8 +69,7 @@ class Answer:
         setup, mode = self.problem.setup, self.mode
         parts = [f"ZeRO-{setup.zero_stage}"]
         parts += [f"weights on {setup.offload_param}"] * (setup.offload_param != "none")
-        parts += ["vertical"] * setup.vertical
-        parts += ["inputs on cpu"] * setup.cpu_checkpointing
+        parts += [f"vertical x {setup.accumulation}"] * setup.vertical
         if self.is_stock:
             return ", ".join([*parts, "DeepSpeed's CPU Adam, states on nvme"])
         place = setup.offload_optimizer
@@ -115,9 +116,10 @@ class Advice:
     """``answers`` in the order of speed, those that do not fit last.
 
     Attributes:
-        best: what is recommended: the fastest exact answer that fits, where the request allows what is lossy or
-            nothing exact fits the fastest of all, and where nothing fits the one that overflows least. A lossy
-            policy that the request fixes counts as exact: it was asked for.
+        plain: the fastest answer that fits, is exact and has the step that was asked for; a lossy policy that the request
+            fixes counts as exact. None if none does.
+        best: what is recommended: ``plain``, or the fastest of all where there is none, where it is three times as fast
+            or where the request asks for the fastest; where nothing fits, the one that overflows least.
         longest_sequence, largest_batch: of the best setup, 0 if nothing does.
         longest_in_chunks: sequence with FPDT beside the same weights and states, shared by all ranks, every
             layer's input on the device.
@@ -125,14 +127,26 @@ class Advice:
 
     request: Request
     answers: tuple[Answer, ...]
+    plain: Answer | None
     best: Answer
     longest_sequence: int
     largest_batch: int
     longest_in_chunks: int
 
     @property
-    def faster(self) -> tuple[Answer, ...]:
-        """Lossy answers ahead of the recommended one."""
+    def faster(self) -> Answer | None:
+        """The fastest ahead of the recommended one that rounds, of steps of the same size."""
+        size = self.best.problem.setup.accumulation
+        return next((a for a in self._ahead if a.problem.setup.accumulation == size), None)
+
+    @property
+    def faster_in_larger_steps(self) -> Answer | None:
+        """The fastest ahead of the recommended one of larger steps than were asked for."""
+        size = self.best.problem.setup.accumulation
+        return next((a for a in self._ahead if a.problem.setup.accumulation != size), None)
+
+    @property
+    def _ahead(self) -> tuple[Answer, ...]:
         return self.answers[: self.answers.index(self.best)]
 
     @property
@@ -148,24 +162,26 @@ def advise(request: Request) -> Advice:
         ValueError: sizes, stages or places that do not go together.
     """
     answers = [
-        evaluate(request, setup, mode)
+        evaluate(request.beside(mode), setup, mode)
         for mode in (*request.modes, *request.lossy_modes)
         for setup in setups(request)
         if not (mode.weight_dtype == "int8" and setup.zero_stage == 3)
     ]
     if request.cpu_adam:
         answers += [
-            evaluate(request, setup, replace(mode, host_is_ours=True))
+            evaluate(request.beside(mode), setup, replace(mode, host_is_ours=True))
             for mode in host_modes(request)
             for setup in host_setups(request)
         ]
         answers += [_checkpointed(request, setup) for setup in stock_setups(request)]
     answers.sort(key=lambda a: (-a.tokens_per_second, sum(a.estimate.excess().values())))
-    best = _recommended(answers, request)
+    plain = next((a for a in answers if a.plan is not None and _is_plain(a, request)), None)
+    best = _recommended(answers, plain, request)
     limited = _as_run(request, best)
     return Advice(
         request,
         tuple(answers),
+        plain,
         best,
         longest_sequence(limited, best.problem.setup, best.mode),
         largest_batch(limited, best.problem.setup, best.mode),
@@ -173,24 +189,32 @@ def advise(request: Request) -> Advice:
     )
 
 
-def _recommended(answers: Sequence[Answer], request: Request) -> Answer:
+def _is_plain(answer: Answer, request: Request) -> bool:
+    """See :attr:`Advice.plain`."""
+    is_lossy = answer.mode.is_lossy if request.fixes_lossy else answer.is_lossy
+    return not is_lossy and answer.problem.setup.accumulation == request.accumulation
+
+
+def _recommended(answers: Sequence[Answer], plain: Answer | None, request: Request) -> Answer:
     """See :attr:`Advice.best`; ``answers`` are in order."""
-    if request.lossy is not None:
-        return answers[0]
-    exact = (
-        answer
-        for answer in answers
-        if answer.plan is not None
-        and not (answer.mode.is_lossy if request.fixes_lossy else answer.is_lossy)
-    )
-    return next(exact, answers[0])
+    fastest = answers[0]
+    if plain is None:
+        return fastest
+    gains = fastest.tokens_per_second > _WORTHWHILE * plain.tokens_per_second
+    if request.recommend == "exact":
+        return plain
+    if request.recommend == "worthwhile":
+        return fastest if gains else plain
+    asked = (a for a in answers if a.problem.setup.accumulation == request.accumulation)
+    best = next(asked)  # plain is one of them
+    return fastest if fastest.tokens_per_second > _WORTHWHILE * best.tokens_per_second else best
 
 
 # Checkpointing of whole layers, as transformers does it: what enters a layer is kept. (It runs the down
 # projection again too, which is not counted here.)
 _CHECKPOINTED: dict[Component, Choice] = {
     **dict.fromkeys(PAPER_POLICY, "recompute"),
-    "embedding": "keep",
+    "layer_input": "keep",
     "layernorm": "keep",
     "lm_head": "keep",
 }
@@ -203,8 +227,10 @@ def _checkpointed(request: Request, setup: RunSetup) -> Answer:
 
 
 def _as_run(request: Request, answer: Answer) -> Request:
-    """The request with the choices that an answer's engine leaves."""
-    return replace(request, lossy=None, fixed=_CHECKPOINTED) if answer.is_stock else request
+    """The request with the choices that an answer's engine leaves, and its step."""
+    if answer.is_stock:
+        request = replace(request, fixed=_CHECKPOINTED)
+    return request.beside(answer.mode)
 
 
 def _is_stock(setup: RunSetup, mode: OptimizerMode) -> bool:
@@ -212,11 +238,16 @@ def _is_stock(setup: RunSetup, mode: OptimizerMode) -> bool:
 
 
 def evaluate(request: Request, setup: RunSetup, mode: OptimizerMode) -> Answer:
-    """The best plan of one setup."""
+    """The best plan of one setup: one whose activations stay off the SSDs, which wear out, where that is hardly slower."""
     problem = _problem(request, setup, mode)
+    without_ssd = replace(request, nvme=False)
+    tried = [without_ssd, request] if request.allowed != without_ssd.allowed else [request]
     best = None
-    if fits(problem, request.allowed):
-        best = best_plan(problem, request.allowed, time_limit=_STEP_TIME)
+    for each in tried:
+        if fits(problem, each.allowed):
+            found = best_plan(problem, each.allowed, time_limit=_STEP_TIME)
+            if found is not None and (best is None or _SPARED * found[0].seconds < best[0].seconds):
+                best = found
     if best is None:
         frugal = uniform_plan(problem.workload, problem.machine, _frugal_policy(request))
         return Answer(mode, problem, None, estimate(problem, frugal), None)

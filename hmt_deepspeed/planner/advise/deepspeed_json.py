@@ -50,8 +50,6 @@ def deepspeed_json(
         config["hmt"] = {"optimizer": _optimizer_block(answer.mode)}
         if setup.vertical:
             config["hmt"]["accumulation"] = "vertical"
-        if setup.cpu_checkpointing:
-            config["activation_checkpointing"] = {"cpu_checkpointing": True}
         if not isinstance(request.shape, ListedShape) or request.shape.is_managed:
             config["hmt"]["activations"] = _activations_block(
                 request, answer, plan, nvme_path if uses_ssd else None

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from hmt_deepspeed.planner.advise.advise import Advice, Answer
+from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.model.listed import ListedShape
 from hmt_deepspeed.planner.model.shapes import ModelShape, num_parameters
 from hmt_deepspeed.planner.run.loads import MEMORIES
@@ -35,14 +36,7 @@ def describe(advice: Advice) -> str:
     if best.plan is None:
         return "\n".join([*lines, *map(_wrapped, _what_to_change(advice))])
     lines.append(_wrapped(f"It fits. Recommended{_why(advice)}: {best.name}."))
-    if advice.faster:
-        first = advice.faster[0]
-        lines.append(
-            _wrapped(
-                f"Faster, but lossy: {first.name}, {first.tokens_per_second:,.0f} tokens/s. It is "
-                "recommended, and written by --write, with --lossy."
-            )
-        )
+    lines += map(_wrapped, _others(advice))
     lines += ["", describe_plan(best.plan, best.estimate, _has_choices(request.shape)), ""]
     lines += map(_wrapped, [*_speed(best), *_room(advice)])
     return "\n".join(lines)
@@ -223,13 +217,41 @@ def _mfu(answer: Answer) -> float:
 
 def _why(advice: Advice) -> str:
     """The rule by which one was chosen."""
-    if advice.request.lossy is not None:
-        return " (the fastest of all: --lossy)"
-    if advice.request.fixes_lossy and not advice.best.mode.is_lossy:
-        return " (the fastest with this policy whose states and weights are exact)"
-    if advice.best.is_lossy:
-        return " (lossy: no exact setup fits)"
-    return " (the fastest exact one)"
+    request, best = advice.request, advice.best
+    size = best.problem.setup.accumulation
+    larger = "" if size == request.accumulation else f"; --global_batch {size * _each(request)}"
+    if best is advice.plain:
+        if request.fixes_lossy:
+            return " (the fastest with this policy whose states and weights are exact)"
+        return " (the fastest exact one)"
+    if request.recommend == "fastest":
+        return f" (the fastest of all: --lossy{larger})"
+    if not best.is_lossy:
+        return f" (exact{larger})"
+    told = "no exact setup fits" if advice.plain is None else "three times as fast as exact ones"
+    return f" (lossy: {told}{larger})"
+
+
+def _others(advice: Advice) -> list[str]:
+    """Lines about what another option would recommend."""
+    found = []
+    if advice.plain is not None and advice.plain is not advice.best:
+        found.append(("Exact, in steps as asked for", advice.plain, "--lossy never"))
+    if advice.faster is not None:
+        found.append(("Faster, but lossy", advice.faster, "--lossy"))
+    if (larger := advice.faster_in_larger_steps) is not None:
+        size = larger.problem.setup.accumulation * _each(advice.request)
+        found.append(("Faster, in larger steps", larger, f"--global_batch {size}"))
+    return [
+        f"{how}: {answer.name}, {answer.tokens_per_second:,.0f} tokens/s. It is recommended, and written by "
+        f"--write, with {option}."
+        for how, answer, option in found
+    ]
+
+
+def _each(request: Request) -> int:
+    """Sequences of a micro-step of all ranks."""
+    return request.micro_batch * request.machine.num_gpus
 
 
 def _what_to_change(advice: Advice) -> list[str]:
@@ -263,7 +285,7 @@ def _what_to_change(advice: Advice) -> list[str]:
         changes.append(
             f"a GPU of {best.estimate.peak('gpu') / _GIB + 2:.0f} GiB, or more GPUs (--num_gpus)"
         )
-    if request.lossy is None:
+    if request.recommend != "fastest":
         changes.append("--lossy, if int8 activations are acceptable")
     return [*lines, *(f"  {change}" for change in changes)]
 

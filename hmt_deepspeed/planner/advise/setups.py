@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Literal
 
 from hmt_deepspeed.config.codecs import is_lossy
 from hmt_deepspeed.config.components import COMPONENTS, Choice, Component
@@ -22,7 +23,23 @@ _ALL_KEPT: Mapping[Component, Choice] = {
     "projected_inputs": "project",
 }
 
-__all__ = ["Request", "host_modes", "host_setups", "setups", "stock_setups"]
+# What enters layers, of all micro-batches of a step at once in vertical order.
+ROUNDED_INPUTS: Mapping[Component, Choice] = {"layer_input": "swap_host_int8"}
+
+_OPEN_STEP = 2**16  # tokens of a step in vertical order whose size is not given
+
+# Which setup is recommended: the fastest exact one, the fastest of all where it is several times as fast, or always.
+Recommend = Literal["exact", "worthwhile", "fastest"]
+
+__all__ = [
+    "ROUNDED_INPUTS",
+    "Recommend",
+    "Request",
+    "host_modes",
+    "host_setups",
+    "setups",
+    "stock_setups",
+]
 
 
 @dataclass(frozen=True)
@@ -31,13 +48,15 @@ class Request:
 
     Attributes:
         micro_batch: sequences of a rank's micro-step. global_batch: sequences of an optimizer step over all
-            ranks, None for one micro-step.
+            ranks; None for one micro-step, and, where weights come from host memory, also for as many as make 65,536
+            tokens.
         modes: optimizers to choose from. lossy_modes: those with states or weights that are rounded
             (:attr:`OptimizerMode.is_lossy`), which are tried beside them.
         cpu_adam: whether states in host memory or on SSD may be recommended.
         zero_stage, offload_param: None to choose.
-        lossy, fixed: see :func:`~hmt_deepspeed.planner.solve.solve.allowed_choices`. With ``lossy`` a lossy mode may be
-            recommended where an exact one fits too.
+        lossy, fixed: see :func:`~hmt_deepspeed.planner.solve.solve.allowed_choices`. Beside exact states and weights
+            nothing is rounded unless the fastest is asked for.
+        recommend: what :attr:`~hmt_deepspeed.planner.advise.advise.Advice.best` is where an exact setup fits too.
         gpu_memory: bytes of a GPU to use, None for all but the context's.
         nvme: whether SSDs may be used.
     """
@@ -57,6 +76,7 @@ class Request:
     offload_param: Place | None = None
     lossy: Mapping[Component, Choice] | None = None
     fixed: Mapping[Component, Choice] | None = None
+    recommend: Recommend = "worthwhile"
     gpu_memory: int | None = None
     nvme: bool = True
 
@@ -74,6 +94,19 @@ class Request:
         """Micro-steps of an optimizer step."""
         each = self.micro_batch * self.machine.num_gpus
         return 1 if self.global_batch is None else self.global_batch // each
+
+    @property
+    def open_accumulation(self) -> int:
+        """Micro-steps in vertical order where the batch is not given; 1 where it is."""
+        if self.global_batch is not None:
+            return 1
+        tokens = self.micro_batch * self.seq_length * self.machine.num_gpus
+        return max(2, _OPEN_STEP // tokens)
+
+    def beside(self, mode: OptimizerMode) -> Request:
+        """What a mode may do to activations."""
+        rounds = mode.is_lossy or self.recommend == "fastest"
+        return self if rounds else replace(self, lossy=None)
 
     @property
     def allowed(self) -> Allowed:
@@ -108,19 +141,13 @@ def setups(request: Request) -> Iterator[RunSetup]:
 
 
 def _orders(setup: RunSetup, request: Request) -> Iterator[RunSetup]:
-    """Both orders of accumulation, where weights travel with every micro-step and the engine runs either.
-
-    In vertical order inputs of all micro-steps wait: in host memory they may without what else is the residual's, unless
-    that may be in 8 bits, which does not go together.
-    """
+    """Both orders of accumulation, where weights travel with every micro-step and the engine runs either."""
     yield setup
     travels = setup.zero_stage == 3 and (setup.ranks > 1 or setup.offload_param == "cpu")
     if travels and setup.accumulation > 1 and setup.offload_param != "nvme":
         yield replace(setup, vertical=True)
-        is_managed = not isinstance(request.shape, ListedShape) or request.shape.is_managed
-        fixed = (request.fixed or {}).get("residual", "keep")
-        if is_managed and "residual" not in (request.lossy or {}) and not is_lossy(fixed):
-            yield replace(setup, vertical=True, cpu_checkpointing=True)
+    elif setup.offload_param == "cpu" and request.open_accumulation > 1:
+        yield replace(setup, vertical=True, accumulation=request.open_accumulation)
 
 
 def _stages(request: Request, usual: tuple[int, ...]) -> tuple[int, ...]:

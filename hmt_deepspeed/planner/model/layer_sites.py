@@ -32,7 +32,7 @@ class Site:
         name: unique within a layer: ``layer_input``, ``attention_qkv``, ``attention_output``, ``residual``,
             ``mlp_intermediate``, ``mlp_output``, ``projected_inputs``; outside the layers ``final_norm``,
             ``lm_head``.
-        component: whose choice it follows; the first layer's input is ``embedding``.
+        component: whose choice it follows.
         layers: numbers of the layers it stands for, (OUTSIDE,) outside them.
         tokens, channels, itemsize: of the tensor, as computed; of products of one layer, of all together.
         flops: of making it from ``depends``; 0 where nothing heavy makes it.
@@ -105,9 +105,8 @@ def layer_sites(
     flops: LayerFlops,
 ) -> tuple[Site, ...]:
     """The sites of a group of equal layers, in forward order."""
-    entering: Component = "embedding" if numbers == (0,) else "residual"
     rows: list[tuple[str, Component, int, int]] = [  # name, component, channels, FLOPs
-        ("layer_input", entering, shape.hidden, 0),
+        ("layer_input", "layer_input", shape.hidden, 0),
         (
             "attention_qkv",
             "attention_qkv",
@@ -145,12 +144,7 @@ def layer_sites(
             flops=made,
             raw_bytes=tokens * shape.heads * 4 if fused and name == "attention_output" else 0,
             depends=depends[name],
-            # nothing within the layer could make its input again
-            legal=tuple(
-                choice
-                for choice in legal_choices(component)
-                if (name, choice) != ("layer_input", "recompute")
-            ),
+            legal=legal_choices(component),
         )
         for name, component, channels, made in rows
     )

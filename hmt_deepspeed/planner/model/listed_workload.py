@@ -127,13 +127,13 @@ def workload_of(
 def _parted(
     given: _Given, numbers: tuple[int, ...]
 ) -> list[tuple[Projected | None, tuple[int, ...]]]:
-    """Layers that are projected alike; what enters the first of all is a component of its own."""
-    found: dict[tuple[bool, Projected | None], list[int]] = {}
+    """Layers that are projected alike."""
+    found: dict[Projected | None, list[int]] = {}
     for number in numbers:
         projected = given.projected
         own = None if projected is None else projected.at_layer(number, given.shape.names)
-        found.setdefault((number == 0, own), []).append(number)
-    return [(own, tuple(alike)) for (_, own), alike in found.items()]
+        found.setdefault(own, []).append(number)
+    return [(own, tuple(alike)) for own, alike in found.items()]
 
 
 @dataclass
@@ -240,9 +240,8 @@ def _sites(
 ) -> Iterator[Site]:
     """A layer's sites of a decoder; one site of all that it saves where the backend has no components."""
     shape = given.shape
-    entering: Component = "embedding" if numbers == (0,) else "residual"
     rows: list[tuple[str, Component, int, float, tuple[str, ...]]] = [
-        ("layer_input", entering, shape.hidden, 0.0, ())
+        ("layer_input", "layer_input", shape.hidden, 0.0, ())
     ]
     if not shape.is_managed:
         rest = max(0, saved // (tokens * given.itemsize) - shape.hidden)
@@ -289,8 +288,6 @@ def _sites(
     for name, component, channels, flops, depends in rows:
         count = row_count.get(name, tokens)
         legal: tuple[Choice, ...] = legal_choices(component) if shape.is_managed else ("keep",)
-        if name == "layer_input":
-            legal = tuple(choice for choice in legal if choice != "recompute")
         if name == "router":  # no token is sent elsewhere the second time
             legal = ("keep",)
         yield Site(

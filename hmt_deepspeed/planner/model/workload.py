@@ -218,11 +218,12 @@ def build_workload(
     if shape.conv1d:
         projected = None
     windows = shape.windows or (0,) * shape.layers
-    # alike but for the first, whose input is a component of its own, and those with ranks of their own
-    groups: dict[tuple[bool, int, Projected | None], list[int]] = {}
+    groups: dict[
+        tuple[int, Projected | None], list[int]
+    ] = {}  # alike but for those with ranks of their own
     for number, window in enumerate(windows):
         own = None if projected is None else projected.at_layer(number, shape.names)
-        groups.setdefault((number == 0, window, own), []).append(number)
+        groups.setdefault((window, own), []).append(number)
     sizes = (micro_batch, seq_length, itemsize)
     return Workload(
         shape=shape,
@@ -233,7 +234,7 @@ def build_workload(
         projected=projected,
         layers=tuple(
             _layer(shape, tuple(numbers), *sizes, attention, window, own)
-            for (_, window, own), numbers in groups.items()
+            for (window, own), numbers in groups.items()
         ),
         head=_head(shape, micro_batch * seq_length, itemsize),
         shared_bytes=sum(shared_saved(shape, *sizes).values()),

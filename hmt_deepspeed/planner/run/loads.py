@@ -233,7 +233,7 @@ def _on_host(share: HostShare, setup: RunSetup) -> Amounts:
 def site_choices(layer: Layer | Head, choices: Choices) -> dict[str, Choice]:
     """Choices by component, as the JSON's policy has them, for the sites of a layer by name.
 
-    What enters a layer cannot be made again within it: with ``residual: recompute`` it is kept (`config/components.py`).
+    A router's output is kept whatever is chosen for experts.
 
     Raises:
         ValueError: a component of the layer without a choice, or one not legal there.
@@ -258,8 +258,6 @@ def layer_load(layer: Layer | Head, choices: Choices, setup: RunSetup) -> LayerL
         ValueError: see :func:`site_choices`.
     """
     by_site = site_choices(layer, choices)
-    if setup.cpu_checkpointing and by_site.get("layer_input") == "keep":
-        by_site["layer_input"] = "swap_host"
     again = () if isinstance(layer, Head) else made_again(layer, by_site)
     forward, backward = amounts(), amounts()
     held = np.zeros(len(MEMORIES))

@@ -95,8 +95,7 @@ class ActivationBytes:
 def choices_of(workload: Workload, policy: Mapping[Component, Choice]) -> dict[Site, Choice]:
     """Choice of every site under one policy by component.
 
-    ``residual: recompute`` is of what attention adds, what enters a layer is then kept (``config/components.py``);
-    a router's output is kept whatever is chosen for experts.
+    A router's output is kept whatever is chosen for experts.
 
     Raises:
         ValueError: a component without a choice.

@@ -40,7 +40,6 @@ class RunSetup:
         ranks: data-parallel ranks; every one runs the workload.
         zero_stage: 0 to 3. offload_param, offload_optimizer: as in DeepSpeed's JSON.
         accumulation: micro-steps in an iteration. vertical: all of them go through a layer while its weights are there.
-        cpu_checkpointing: what a layer's choices would keep of its input is in host memory, as DeepSpeed's key of that name asks.
         overlap, schedule: of the optimizer's pass when it runs on the CPU.
         redo_fraction: share of the steps whose overlapped pass is done again because the gradient was clipped
             or overflowed (``overlap: backward`` only; the other two wait for the overflow decision).
@@ -59,7 +58,6 @@ class RunSetup:
     offload_optimizer: Place = "none"
     accumulation: int = 1
     vertical: bool = False
-    cpu_checkpointing: bool = False
     overlap: Overlap = "backward"
     schedule: Schedule = "optimised"
     redo_fraction: float = 0.0

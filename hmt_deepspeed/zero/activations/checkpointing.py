@@ -135,8 +135,8 @@ def _conflict(key: str, inner: Codec) -> ValueError:
     moved = " or ".join(f'"{name}"' for name, row in CODECS.items() if row.is_moved)
     return ValueError(
         f"activation_checkpointing.{key} is true, but hmt.activations holds what enters a layer as "
-        f'{inner.choice!r}: legal with it is "keep", {moved} for "residual" and "embedding". '
-        "Change these, or remove the key."
+        f'{inner.choice!r}: legal with it is "keep", {moved} for "layer_input". '
+        "Change that, or remove the key."
     )
 
 

@@ -1,8 +1,7 @@
 """``hmt.activations`` beside ``hmt.fpdt``: saves the inputs of layers in chunks and of the head.
 
-A layer in chunks computes everything but its input again, so of the policy's components there are four:
-``embedding`` (what enters the first layer), ``residual`` (what enters each further one), ``lm_head``, and
-``attention_output``, which is saved where the policy says so, for the time that attending again would take.
+A layer in chunks computes everything but its input again, so of the policy's components there are three:
+``layer_input``, ``lm_head``, and ``attention_output``, which is saved where the policy says so, for the time that attending again would take.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from hmt_deepspeed.zero.activations.swap import SwapMemory
 
 __all__ = ["CHUNKED", "ChunkedActivations", "SavedAttention", "refused_beside_chunks"]
 
-CHUNKED: tuple[Component, ...] = ("embedding", "residual", "attention_output", "lm_head")
+CHUNKED: tuple[Component, ...] = ("layer_input", "attention_output", "lm_head")
 _RECOMPUTED: dict[Component, Choice] = {
     c: "recompute" for c in POLICY_COMPONENTS if c not in CHUNKED
 }
@@ -101,12 +100,12 @@ class ChunkedActivations:
                         layer = model.get_submodule(name)
                         self._hold_attention(layer, name, self._codecs[choice])
                     continue
-                codec = self._codecs[_held(choice)]
+                codec = self._codecs[choice]
                 undo.callback(self._hold(model.get_submodule(name), name, component, codec))
             self.held = SavedInChunks(
-                inputs=tuple(_held(c) for c in chosen["embedding"] + chosen["residual"]),
+                inputs=tuple(chosen["layer_input"]),
                 attention=tuple(chosen["attention_output"]),
-                head=_held(next(iter(chosen["lm_head"]), "keep")),
+                head=next(iter(chosen["lm_head"]), "keep"),
             )
             first = model.register_forward_pre_hook(self._begin_step, prepend=True)
             undo.callback(first.remove)
@@ -237,16 +236,10 @@ def _of_chunks(choices: Mapping[Component, Choice]) -> dict[Component, Choice]:
     return {component: choices[component] for component in CHUNKED if component in choices}
 
 
-def _held(choice: Choice) -> Choice:
-    """`recompute` of residual is of what attention adds: what enters a layer is kept."""
-    return "keep" if choice == "recompute" else choice
-
-
 def _inputs(layers: Any, head: str | None) -> list[tuple[str, Component]]:
     """Names of modules and the component that enters them, or that their attention makes."""
-    first, *rest = (layer.name for layer in layers)
-    found: list[tuple[str, Component]] = [(first, "embedding"), *((n, "residual") for n in rest)]
-    found += [(n, "attention_output") for n in (first, *rest)]
+    found: list[tuple[str, Component]] = [(layer.name, "layer_input") for layer in layers]
+    found += [(layer.name, "attention_output") for layer in layers]
     return found if head is None else [*found, (head, "lm_head")]
 
 
@@ -301,5 +294,5 @@ def refused_beside_chunks(
         if value:
             yield (
                 f"activation_checkpointing.{key} is {value!r}, legal with hmt.fpdt is to leave it out: "
-                'layers in chunks are no checkpoints. "residual": "swap_host" moves their inputs to the host.'
+                'layers in chunks are no checkpoints. "layer_input": "swap_host" moves their inputs to the host.'
             )

@@ -159,8 +159,7 @@ class Activations:
             for layer in self.attribution.layers
             for component in layer.components.values()
         )
-        found["embedding"] = 1
-        found["residual"] += len(self.attribution.layers) - 1
+        found["layer_input"] = len(self.attribution.layers)
         found["lm_head"] = int(self.attribution.head is not None)
         found["projected_inputs"] = len(self.attribution.layers)  # each has one choice
         return found

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hmt_deepspeed.config import HMTConfig
+from hmt_deepspeed.config.components import Choice, Component
 from hmt_deepspeed.config.optimizer import ExpertBasis
 from hmt_deepspeed.memory.available import free_host_memory
 from hmt_deepspeed.optim.bases.rank import SIDE_SHARES
@@ -74,6 +75,7 @@ class RunFacts:
         bucket_elements: ``reduce_bucket_size``.
         is_chosen: ranks or bases of experts are found in gradients ("auto"); the mode's rank is then the largest candidate.
         ssd_folder: where activations or states may lie in files; None for nowhere.
+        inputs: choices of what enters layers that DeepSpeed's ``cpu_checkpointing`` makes.
     """
 
     shape: ModelShape
@@ -86,6 +88,7 @@ class RunFacts:
     bucket_elements: int
     is_chosen: bool
     ssd_folder: str | None
+    inputs: Mapping[Component, Choice] = field(default_factory=dict)
 
     def at_ranks(
         self,
@@ -163,6 +166,7 @@ def run_facts(
     pipelined = ssd is None or (ssd.read_ahead and ssd.write_behind)
     vertical = hmt.accumulation == "vertical"
     section = engine.config.get("activation_checkpointing") or {}
+    on_host = bool(section.get("cpu_checkpointing"))
     setup = RunSetup(
         ranks=engine.seq_dp_world_size,
         zero_stage=stage,
@@ -170,7 +174,6 @@ def run_facts(
         offload_optimizer=place_of(engine.zero_offload_optimizer()),
         accumulation=engine.gradient_accumulation_steps(),
         vertical=vertical,
-        cpu_checkpointing=vertical and bool(section.get("cpu_checkpointing")),
         overlap=overlap,
         schedule="optimised" if pipelined else "naive",
         holds_gradients=True,
@@ -189,6 +192,7 @@ def run_facts(
         eager,
         elements,
         is_chosen=options is not None and _is_chosen(options, shape),
+        inputs={"layer_input": "swap_host"} if on_host else {},
         ssd_folder=ssd_folder(hmt.activations.nvme_path, None if ssd is None else ssd.path),
     )
 

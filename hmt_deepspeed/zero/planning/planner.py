@@ -289,11 +289,11 @@ class RunPlanner:
         machine = problem.machine
         if self._hmt.activations.nvme_path is None:  # an SSD is for the states only
             machine = replace(machine, num_ssds=0)
-        allowed = allowed_choices(machine, self._hmt.planner.lossy)
+        allowed = allowed_choices(machine, self._hmt.planner.lossy, self.facts.inputs)
         found = best_plan(problem, allowed)
         if found is not None:
             return found[0].to_json()
-        frugal = estimate(problem, reference_plan(self._hmt, problem.workload, problem.machine))
+        frugal = estimate(problem, reference_plan(self._hmt, self.facts, problem.workload, machine))
         over = [
             f"{frugal.peak(name) / 2**20:,.0f} MiB of {name} memory, of {getattr(problem.budget, name) / 2**20:,.0f}"
             for name in frugal.excess()

@@ -43,10 +43,12 @@ class _Sample(NamedTuple):
     reruns: Mapping[str, float] | None
 
 
-def reference_plan(hmt: HMTConfig, workload: Workload, machine: Machine) -> Plan:
+def reference_plan(hmt: HMTConfig, facts: RunFacts, workload: Workload, machine: Machine) -> Plan:
     """The plan that is executed until there is another."""
-    policy = choices_of(hmt.activations.policy)
-    return uniform_plan(workload, machine, {"layernorm": "keep", **policy})
+    policy = {"layernorm": "keep", **choices_of(hmt.activations.policy)}
+    for component, choice in facts.inputs.items():
+        policy[component] = choice if policy[component] == "keep" else policy[component]
+    return uniform_plan(workload, machine, policy)
 
 
 class RunProfile:
@@ -117,7 +119,7 @@ class RunProfile:
         return calibrated(problem, plan, sample.phases)
 
     def _reference(self, machine: Machine, sample: _Sample) -> tuple[Problem, Plan]:
-        plan = reference_plan(self._hmt, sample.workload, machine)
+        plan = reference_plan(self._hmt, sample.facts, sample.workload, machine)
         return sample.facts.problem(sample.workload, machine), plan
 
     def _probe(self) -> Probe:

@@ -82,7 +82,7 @@ def test_noise_cannot_make_the_models_own_work_negative() -> None:
 
 def test_what_was_run_again_gives_the_rate_of_products_and_attentions_overhead() -> None:
     problem = small_problem(setup=IN_PLACE)
-    flops = {s.component: s.flops * 4 for s in problem.workload.layers[1].sites if s.flops}
+    flops = {s.component: s.flops * 4 for s in problem.workload.layers[0].sites if s.flops}
     seconds = {name: size / 1e12 for name, size in flops.items()}
     seconds["attention_output"] *= 3
     machine = with_rerun_rates(problem.machine, problem, planned(problem, RECOMPUTE), seconds)

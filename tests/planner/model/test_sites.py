@@ -33,23 +33,18 @@ def llama():
 
 @pytest.fixture(scope="module")
 def layer(llama):
-    return llama.layers[1]
+    return llama.layers[0]
 
 
 def test_equal_layers_are_one_site_with_a_count():
     shape = plain_shape(layers=96, hidden=64, heads=4, vocab=100)
     work = build_workload(shape, **SIZES)
-    assert [x.layers for x in work.layers] == [(0,), tuple(range(1, 96))]
+    assert [x.layers for x in work.layers] == [tuple(range(96))]
     counted = {}
     for site in work.sites:
         counted[site.component] = counted.get(site.component, 0) + site.count
-    per_layer = dict.fromkeys(("attention_qkv", "attention_output", "mlp_intermediate"), 96)
-    ends = {"embedding": 1, "layernorm": 1, "lm_head": 1}
-    assert counted == {
-        **per_layer,
-        **ends,
-        "residual": 95 + 96,
-    }  # what enters layers 1.., what attention adds
+    per_layer = ("layer_input", "attention_qkv", "attention_output", "residual", "mlp_intermediate")
+    assert counted == {**dict.fromkeys(per_layer, 96), "layernorm": 1, "lm_head": 1}
     assert set(counted) == set(COMPONENTS) - {"projected_inputs", "experts"}
     assert work.sites[-1].layers == (OUTSIDE,)
     assert len(set(work.sites)) == len(work.sites)  # hashable and distinct: keys of a plan
@@ -118,18 +113,18 @@ def test_attention_is_made_again_when_its_inputs_are_not_what_they_were(layer, l
 def test_every_site_needs_a_legal_choice(layer):
     missing = {name: choice for name, choice in KEPT.items() if name != "residual"}
     for choices in (missing, {**KEPT, "residual": "project"}):
-        with pytest.raises(ValueError, match=r"residual of layers 1\.\.1.*legal"):
+        with pytest.raises(ValueError, match=r"residual of layers 0\.\.1.*legal"):
             recompute_flops(layer, choices)
 
 
 def test_dependencies_follow_the_residual_stream(layer):
     depends = {site.name: site.depends for site in layer.sites}
     assert depends["mlp_intermediate"] == ("layer_input", "residual")
-    parallel = build_workload(shape_of_config(config("phi")), **SIZES).layers[1]
+    parallel = build_workload(shape_of_config(config("phi")), **SIZES).layers[0]
     depends = {site.name: site.depends for site in parallel.sites}
     assert depends["mlp_intermediate"] == ("layer_input",)
     assert "residual" not in depends  # no operation of the layer reads what attention adds
-    sandwich = build_workload(shape_of_config(config("gemma3")), **SIZES).layers[1]
+    sandwich = build_workload(shape_of_config(config("gemma3")), **SIZES).layers[0]
     assert sandwich.sites[-1].name == "mlp_output"  # a norm reads it
     for work in (layer, parallel, sandwich):
         names = [site.name for site in work.sites]
@@ -180,7 +175,7 @@ def test_projected_backward_is_what_the_optimizer_runs(name, mode):
         projected=OptimizerMode(**fields, adamw_modules=left).backward(),
     )
     assert flops(network) == (planned.forward_flops, planned.backward_flops)
-    assert saved_bytes(network)["layer"] == planned.layers[1].saved_bytes
+    assert saved_bytes(network)["layer"] == planned.layers[0].saved_bytes
     ordinary = build_workload(shape_of_config(made), **SIZES, itemsize=4, attention="eager")
     assert planned.model_flops == ordinary.model_flops  # of ordinary training, whatever is computed
     assert ordinary.model_flops == ordinary.forward_flops + ordinary.backward_flops
@@ -191,11 +186,11 @@ def test_projections_are_no_wider_than_a_matrix():
     wide = build_workload(shape, **SIZES, projected=Projected(4096, 4096))
     whole = build_workload(shape, **SIZES)
     assert wide.backward_flops == whole.backward_flops
-    columns = wide.layers[1].projected_bytes // (2 * MICRO_BATCH * SEQ_LENGTH)
+    columns = wide.layers[0].projected_bytes // (2 * MICRO_BATCH * SEQ_LENGTH)
     # rank and probes together are the inputs of k, v and down; bases of q, o, gate and up would span everything
     assert columns == 2 * 64 + 160
     stays = Projected(4096, 4096, whole_at_full=False)
-    columns = build_workload(shape, **SIZES, projected=stays).layers[1].projected_bytes
+    columns = build_workload(shape, **SIZES, projected=stays).layers[0].projected_bytes
     assert columns // (2 * MICRO_BATCH * SEQ_LENGTH) == 6 * 64 + 160
 
 

@@ -23,7 +23,7 @@ POLICIES = {
     "paper": PAPER_POLICY,
     "recompute": PAPER_POLICY | RECOMPUTED,
     "keep": dict.fromkeys(PAPER_POLICY, "keep") | {"projected_inputs": "project"},
-    "int8 input": PAPER_POLICY | {"embedding": "int8", "residual": "int8"},
+    "int8 input": PAPER_POLICY | {"layer_input": "int8", "residual": "int8"},
     "int8 qkv": PAPER_POLICY | {"attention_qkv": "int8"},
 }
 NAMES = ("llama", "gemma3", "phi", "gpt2", "gpt_neox", "opt")

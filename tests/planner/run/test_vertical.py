@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hmt_deepspeed.config.components import COMPONENTS, Choice, Component
-from hmt_deepspeed.planner.advise.advise import Answer, evaluate
+from hmt_deepspeed.planner.advise.advise import Answer, advise, evaluate
 from hmt_deepspeed.planner.advise.deepspeed_json import deepspeed_json
+from hmt_deepspeed.planner.advise.describe import describe
 from hmt_deepspeed.planner.advise.setups import Request, setups
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.model.models import model_shape
@@ -19,8 +20,8 @@ from hmt_deepspeed.planner.timeline.simulate import AGREEMENT
 
 TIMES = 4
 POLICY: dict[Component, Choice] = dict.fromkeys(COMPONENTS, "recompute")
-POLICY |= {"embedding": "swap_host", "layernorm": "keep", "residual": "swap_host"}
-POLICY |= {"lm_head": "swap_host", "experts": "keep", "projected_inputs": "recompute"}
+POLICY |= {"layer_input": "swap_host", "residual": "swap_host"}
+POLICY |= {"lm_head": "swap_host", "experts": "keep", "layernorm": "keep"}
 MODE = OptimizerMode(rank=128, master_weights="none")
 REQUEST = Request(
     model_shape("7b", 32000),
@@ -37,7 +38,7 @@ REQUEST = Request(
 
 def answers() -> tuple[Answer, Answer]:
     """Horizontal and vertical."""
-    horizontal, vertical, _ = setups(REQUEST)
+    horizontal, vertical = setups(REQUEST)
     assert not horizontal.vertical
     assert vertical == replace(horizontal, vertical=True)
     return evaluate(REQUEST, horizontal, MODE), evaluate(REQUEST, vertical, MODE)
@@ -78,23 +79,21 @@ def test_inputs_of_layers_may_wait_without_the_sum_after_attention() -> None:
     _, vertical = answers()
     request = replace(REQUEST, fixed=POLICY | {"residual": "recompute"})
     *_, setup = setups(request)
-    assert setup.cpu_checkpointing
     answer = evaluate(request, setup, MODE)
     hidden = 2 * 1024 * REQUEST.shape.hidden * 2
     swapped = vertical.estimate.memory["host"]["activations"]
     assert answer.estimate.memory["host"]["activations"] == swapped - TIMES * 32 * hidden
     assert answer.estimate.memory["gpu"]["activations"] == TIMES * hidden  # at the last norm
     assert answer.estimate.hardware_flops > vertical.estimate.hardware_flops
-    written = deepspeed_json(request, answer)
-    assert written["activation_checkpointing"] == {"cpu_checkpointing": True}
-    assert written["hmt"]["activations"]["policy"]["residual"] == "recompute"
+    policy = deepspeed_json(request, answer)["hmt"]["activations"]["policy"]
+    assert (policy["layer_input"], policy["residual"]) == ("swap_host", "recompute")
 
 
 def test_states_bases_and_gradients_of_the_70b_are_their_formulas() -> None:
     """Right bases of r columns and 32 probes, both bf16; two moments in 8 bits with an fp32 scale for 256 of them."""
     mode = OptimizerMode(rank=128, master_weights="none", state_dtype="int8", on_gpu=True)
     request = replace(REQUEST, shape=model_shape("70b", 32000), modes=(mode,))
-    _, setup, _ = setups(request)
+    _, setup = setups(request)
     memory = evaluate(request, setup, mode).estimate.memory
     rows, columns = 2 * 8192 + 2 * 1024 + 2 * 28672 + 8192, 6 * 8192 + 28672  # of a layer's seven
     dense, vectors, moment = 2 * 32000 * 8192, 161 * 8192, 2 * (1 + 4 / 256)
@@ -138,4 +137,24 @@ def test_what_does_not_run_vertically_is_refused(given: dict[str, object]) -> No
 
 
 def test_one_micro_step_has_no_order() -> None:
-    assert all(not setup.vertical for setup in setups(replace(REQUEST, global_batch=None)))
+    one = replace(REQUEST, global_batch=REQUEST.micro_batch)
+    assert all(not setup.vertical for setup in setups(one))
+
+
+def test_where_the_step_is_open_vertical_order_may_make_it_larger() -> None:
+    """Of 65,536 tokens, and recommended where it is three times as fast: weights travel twice a step."""
+    request = replace(REQUEST, global_batch=None)
+    (vertical,) = (setup for setup in setups(request) if setup.vertical)
+    assert vertical.accumulation * request.micro_batch * request.seq_length == 2**16
+    request = replace(request, modes=(replace(MODE, master_weights="fp32"),), fixed=None)
+    advice = advise(request)
+    best, plain = advice.best, advice.plain
+    assert plain is not None
+    assert best.problem.setup.vertical
+    assert best.problem.setup.accumulation == vertical.accumulation
+    assert best.tokens_per_second > 3 * plain.tokens_per_second
+    told = " ".join(describe(advice).split())
+    assert f"--global_batch {vertical.accumulation * request.micro_batch}" in told
+    assert f"Exact, in steps as asked for: {plain.name}" in told
+    exact = advise(replace(request, recommend="exact")).best
+    assert (exact.problem.setup.accumulation, exact.is_lossy) == (1, False)

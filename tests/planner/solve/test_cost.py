@@ -24,7 +24,7 @@ KEEP: dict[Component, Choice] = dict.fromkeys(PAPER_POLICY, "keep") | {
 }
 RECOMPUTE: dict[Component, Choice] = {
     **dict.fromkeys(PAPER_POLICY, "recompute"),
-    "embedding": "keep",
+    "layer_input": "keep",
     "layernorm": "keep",
     "lm_head": "keep",
 }
@@ -86,11 +86,11 @@ def test_error_5_recompute_follows_the_graph() -> None:
     assert again(attention_output="swap_host") == everything - flops["attention_output"]
     assert again(mlp_intermediate="keep") == everything - flops["mlp_intermediate"]
     # not additive: the input held in 8 bits makes other queries, and attention with them
-    lossy = again(residual="int8", attention_output="swap_host")
-    assert lossy == everything - flops["residual"]
+    lossy = again(layer_input="int8", attention_output="swap_host")
+    assert lossy == everything
     assert (
-        again(residual="int8", attention_output="swap_host", attention_qkv="swap_host")
-        == (flops["mlp_intermediate"])
+        again(layer_input="int8", attention_output="swap_host", attention_qkv="swap_host")
+        == flops["residual"] + flops["mlp_intermediate"]
     )
 
 
@@ -377,8 +377,12 @@ def test_ssds_that_are_not_there_are_refused() -> None:
 def test_plans_of_other_layers_are_refused(score) -> None:  # type: ignore[no-untyped-def]
     problem = small_problem(layers=4)
     plan = uniform_plan(problem.workload, MACHINE, KEEP)
-    mixed = replace(plan.layers[1], layers=(0, 1))
+    part = replace(plan.layers[0], layers=(0, 1))
+    with pytest.raises(ValueError, match="the plan has 2 layers; legal: 4"):
+        score(problem, replace(plan, layers=(part,)))
+    own_rank = ("layers.1.mlp.up.weight", 32)
+    apart = small_problem(layers=4, mode=OptimizerMode(rank=64, ranks=(own_rank,)))
+    held = uniform_plan(apart.workload, MACHINE, KEEP)
+    together = replace(held.layers[0], layers=(0, 1))
     with pytest.raises(ValueError, match=r"layers \(0, 1\) take the same choices; legal: .*equal"):
-        score(problem, replace(plan, layers=(mixed,)))
-    with pytest.raises(ValueError, match="the plan has 1 layers; legal: 4"):
-        score(problem, replace(plan, layers=plan.layers[:1]))
+        score(apart, replace(held, layers=(together, replace(together, layers=(2, 3)))))

@@ -29,9 +29,9 @@ WORKLOAD = small_problem(layers=6).workload
 def plan() -> Plan:
     """Six layers in three groups, seen from the HMT paper's policy."""
     uniform = uniform_plan(WORKLOAD, MACHINE, PAPER_POLICY)
-    first, others = uniform.layers
-    swapped = {**others.choices, "residual": "swap_host", "attention_output": "recompute"}
-    groups = (first, LayerChoices((1, 3, 5), others.choices), LayerChoices((2, 4), swapped))
+    (alike,) = uniform.layers
+    swapped = {**alike.choices, "residual": "swap_host", "attention_output": "recompute"}
+    groups = (LayerChoices((0, 1, 3, 5), alike.choices), LayerChoices((2, 4), swapped))
     return replace(uniform, layers=groups, seconds=1.5, gap=0.01)
 
 
@@ -102,14 +102,20 @@ def test_layers_that_project_at_other_ranks_only_take_what_is_executed_there() -
     whole = uniform_plan(projecting, MACHINE, held)
     assert regrouped(whole, WORKLOAD).layers == without.layers
     assert regrouped(without, projecting) == uniform_plan(projecting, MACHINE, PAPER_POLICY)
-    mixed = replace(whole, layers=(without.layers[0], whole.layers[1]))
-    assert regrouped(mixed, projecting) == whole
+    groups = (
+        LayerChoices((0,), without.layers[0].choices),
+        LayerChoices((1, 2, 3, 4, 5), whole.layers[0].choices),
+    )
+    mixed = replace(whole, layers=groups)
+    assert [regrouped(mixed, projecting).choices_of(n) for n in range(6)] == [
+        whole.choices_of(n) for n in range(6)
+    ]
 
 
 def test_counts(plan: Plan) -> None:
     counts = plan.counts()
     assert counts["attention_output"] == {"int8": 4, "recompute": 2}
-    assert counts["embedding"] == {"keep": 1}
+    assert counts["layer_input"] == {"keep": 6}
     assert counts["lm_head"] == {"keep": 1}
     with pytest.raises(ValueError, match="layer is 6; legal: 0 to 5"):
         plan.choices_of(6)

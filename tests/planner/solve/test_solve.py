@@ -23,7 +23,7 @@ from hmt_deepspeed.planner.solve.solve import Allowed, allowed_choices, fits, so
 EXACT = allowed_choices(MACHINE)
 RECOMPUTE: dict[Component, Choice] = {
     **dict.fromkeys(PAPER_POLICY, "recompute"),
-    "embedding": "keep",
+    "layer_input": "keep",
     "layernorm": "keep",
     "lm_head": "keep",
 }
@@ -273,9 +273,9 @@ def test_illegal_choices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"mlp: 'int8' is not legal; legal: .*mlp_intermediate"):
         allowed_choices(MACHINE, {"mlp": "int8"})  # type: ignore[dict-item]
     with pytest.raises(
-        ValueError, match=r"embedding: 'recompute' is not legal; legal: .*swap_host"
+        ValueError, match=r"layer_input: 'recompute' is not legal; legal: .*swap_host"
     ):
-        allowed_choices(MACHINE, fixed={"embedding": "recompute"})
+        allowed_choices(MACHINE, fixed={"layer_input": "recompute"})
     with pytest.raises(ValueError, match=r"lossy residual: 'keep' is exact; legal: .*int8"):
         allowed_choices(MACHINE, {"residual": "keep"})
     assert "swap_ssd" not in allowed_choices(replace(MACHINE, num_ssds=0))["residual"]

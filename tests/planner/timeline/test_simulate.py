@@ -197,9 +197,8 @@ def test_where_the_simulator_disagrees_plans_with_slack_are_played_too() -> None
     assert plan.source == "simulator"
     assert by_formula.fits
     assert plan.seconds == played.seconds <= simulate(problem, first).seconds
-    assert (
-        by_formula.seconds >= first.seconds
-    )  # by the closed form nothing is faster than the first
+    # by the closed form nothing is faster than the first, but for the order in which layers are added up
+    assert by_formula.seconds >= first.seconds * (1 - 1e-12)
     assert plan.machine == first.machine  # planned for slower links, executed on this machine
     long = small_problem(layers=40)
     agreed = best_plan(long, allowed)

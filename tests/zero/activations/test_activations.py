@@ -34,7 +34,7 @@ LOSSLESS = {
     "policy": {"attention_output": "keep", "mlp_intermediate": "recompute", "residual": "recompute"}
 }
 SWAPPED = (
-    "embedding",
+    "layer_input",
     "attention_qkv",
     "attention_output",
     "mlp_intermediate",

@@ -185,7 +185,7 @@ def test_of_several_engines_the_computing_one_answers():
 def test_a_layer_given_to_deepspeed_is_held_as_the_policy_says():
     """And a function around it as it is."""
     model, inputs = tiny_llama(layers=2).train(), layer_inputs()
-    service = Service(model, Backend(inputs, model, embedding="int8"))
+    service = Service(model, Backend(inputs, model, layer_input="int8"))
     layer = model.model.layers[0]
     x = torch.randn(1, 4, HIDDEN, requires_grad=True)
     rotary = model.model.rotary_emb(x, torch.arange(4)[None])

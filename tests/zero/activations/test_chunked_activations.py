@@ -28,7 +28,7 @@ from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.zero.activations.chunked import refused_beside_chunks
 
 STEPS = 2
-PARTS = ("embedding", "residual", "lm_head")
+PARTS = ("layer_input", "lm_head")
 
 
 def policy(choice: str, **section: Any) -> dict[str, Any]:
@@ -83,7 +83,7 @@ SECTIONS = {
     "keep": {},
     "host": policy("swap_host"),
     "int8": policy("int8"),
-    "one layer": {"overrides": {r"layers\.1": {"residual": "fp8"}}},
+    "one layer": {"overrides": {r"layers\.1": {"layer_input": "fp8"}}},
     "attention": {"policy": {"attention_output": "keep"}},
     "attention on host": {"policy": {"attention_output": "swap_host"}},
     "attention in 8 bits": {"policy": {"attention_output": "int8"}},
@@ -127,7 +127,10 @@ def check_metrics(found: dict[str, Any], gas: int, world: int, sharing: int) -> 
     tokens = found["keep"]["activation_bytes"] // 3 // HIDDEN // 4  # two layers and the head
     assert tokens in ([rows * LENGTH] if sharing == 1 else [rows * 10, rows * 6])
     each = tokens * HIDDEN * 4
-    assert found["keep"]["activation_bytes_per_component"] == dict.fromkeys(PARTS, each)
+    assert found["keep"]["activation_bytes_per_component"] == {
+        "layer_input": 2 * each,
+        "lm_head": each,
+    }
     assert found["host"]["activation_bytes"] == 0
     # Out once in each forward; back for the projections, for the MLP, and for the projections' backward, of
     # the head's once.
@@ -138,14 +141,13 @@ def check_metrics(found: dict[str, Any], gas: int, world: int, sharing: int) -> 
     layers = tokens * HIDDEN + tokens // piece * HIDDEN * 2
     head = tokens * HIDDEN + -(-tokens // head_piece) * HIDDEN * 2
     held = found["int8"]["activation_bytes_per_component"]
-    assert held == {"embedding": layers, "residual": layers, "lm_head": head}
+    assert held == {"layer_input": 2 * layers, "lm_head": head}
     if "attention" in found:  # of two layers: outputs, and fp32 log-sum-exps of four heads
         held = found["attention"]["activation_bytes_per_component"]["attention_output"]
         assert held == 2 * (each + tokens * 4 * 4)
     if "one layer" in found:
         held = found["one layer"]["activation_bytes_per_component"]
-        assert held["embedding"] == held["lm_head"] == each
-        assert held["residual"] == layers
+        assert held == {"layer_input": each + layers, "lm_head": each}
 
 
 def to_files(folder: str) -> tuple[dict[str, Any], str]:
@@ -178,7 +180,7 @@ def test_what_host_memory_cannot_hold_goes_to_files(ranks: Ranks, tmp_path: Path
     assert metrics["activation_bytes_to_ssd"] > 0
     assert metrics["activation_bytes_to_host"] > 0
     assert "then files in" in table
-    assert re.search(r"residual.*swap_ssd", table)
+    assert re.search(r"layer_input.*swap_ssd", table)
     assert not any(path.is_dir() for path in tmp_path.iterdir()), "destroy removes the files"
 
 
@@ -233,7 +235,7 @@ def refused_by_the_engine() -> list[str]:
     said = []
     for section in (
         {"policy": {"mlp_intermediate": "int8"}},
-        {"overrides": {"q_proj": {"residual": "keep"}}},
+        {"overrides": {"q_proj": {"layer_input": "keep"}}},
     ):
         try:
             make_engine(config_with(2, section), tiny_llama(use_cache=False))

@@ -9,7 +9,7 @@ from harness import Ranks
 from mixture_runs import OPTIONS, STEPS, assert_all_same, is_expert, mixture
 from training import GLOBAL_BATCH, ds_config, global_batch, make_engine, model_weights
 
-SWAPPED = {"embedding": "swap_host", "residual": "swap_host", "attention_output": "swap_host"}
+SWAPPED = {"layer_input": "swap_host", "attention_output": "swap_host"}
 
 
 def run(stage: int, sharing: int | None, policy: dict[str, str] | None = None) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_the_same_run(ranks: Ranks, plain: dict[str, Any], stage: int, world: in
 def refused() -> dict[str, str]:
     """By component that is rounded."""
     found = {}
-    for component in ("embedding", "residual", "attention_output", "lm_head"):
+    for component in ("layer_input", "attention_output", "lm_head"):
         config = ds_config(0, OPTIONS)
         config["hmt"]["fpdt"] = {"chunk_size": 5}
         config["hmt"]["activations"] = {"policy": {component: "int8"}}
@@ -69,7 +69,7 @@ def refused() -> dict[str, str]:
 def test_what_a_router_reads_is_not_rounded(ranks: Ranks) -> None:
     """Backward computes it again, and tokens would go to other experts."""
     (said,) = ranks.run(refused, 1)
-    assert said.keys() == {"embedding", "residual", "attention_output"}
+    assert said.keys() == {"layer_input", "attention_output"}
     for component, message in said.items():
         assert f"{component} of model.layers." in message
         assert "is 'int8'" in message

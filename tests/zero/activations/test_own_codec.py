@@ -122,7 +122,7 @@ def test_registered_codecs_hold_what_a_policy_gives_them(ranks: Ranks) -> None:
         {
             "plain": None,
             "half": {"policy": {**kept, "mlp_intermediate": "half"}},
-            "host": {"policy": {**kept, "residual": "half_host"}, "host_memory": 2**20},
+            "host": {"policy": {**kept, "layer_input": "half_host"}, "host_memory": 2**20},
         },
     )[0]
     tokens = 12 * LENGTH
@@ -132,10 +132,9 @@ def test_registered_codecs_hold_what_a_policy_gives_them(ranks: Ranks) -> None:
         torch.testing.assert_close(losses[name], losses["plain"], rtol=1e-3, atol=0)
     held = found["half"]["metrics"]["activation_bytes_per_component"]
     assert held["mlp_intermediate"] == 2 * half_bytes(tokens, 2 * INTERMEDIATE, 4)  # of two layers
-    assert found["host"]["metrics"]["activation_bytes_per_component"].get("residual", 0) == 0
-    # what enters the second layer, and what attention adds in both
+    assert found["host"]["metrics"]["activation_bytes_per_component"].get("layer_input", 0) == 0
     moved = found["host"]["metrics"]["activation_bytes_to_host"]
-    assert moved == 3 * half_bytes(tokens, HIDDEN, 4)
+    assert moved == 2 * half_bytes(tokens, HIDDEN, 4)
     assert "half" in found["half"]["table"]
     assert "swap: up to" in found["host"]["table"]
 
@@ -152,7 +151,7 @@ def test_the_block_takes_registered_codecs(registered: None) -> None:
     assert HMTConfig.from_block(planned).planner.lossy == {"residual": "half"}
     host = {"activations": {"policy": {"residual": "half_host"}, "host_memory": 2**21}}
     assert HMTConfig.from_block(host).activations.host_memory == 2**21
-    with pytest.raises(ValueError, match='"swap_ssd", "half" or "half_host"'):
+    with pytest.raises(ValueError, match='"swap_host_fp8", "half" or "half_host"'):
         HMTConfig.from_block({"activations": {"policy": {"lm_head": "hlf"}}})
 
 

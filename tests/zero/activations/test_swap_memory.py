@@ -72,7 +72,7 @@ class Training:
         """To the stores of ``memory``."""
         from backends import attribution_of, installed
 
-        policy = dict.fromkeys(("embedding", "residual", "mlp_intermediate"), "swap_ssd")
+        policy = dict.fromkeys(("layer_input", "residual", "mlp_intermediate"), "swap_ssd")
         attribution, store = attribution_of(self.model), memory.host_then_files
         with installed(self.model, policy, attribution=attribution, store=store):
             yield

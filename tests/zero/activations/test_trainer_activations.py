@@ -134,7 +134,7 @@ def test_the_policy_is_what_is_carried_out(runs: dict[str, Any], name: str) -> N
         "projected_inputs",
     }  # no attention
     held = metrics["activation_bytes_per_component"]
-    assert set(held) == {"embedding", "residual", "attention_output", "layernorm", "lm_head"}
+    assert set(held) == {"layer_input", "attention_output", "layernorm", "lm_head"}
     evaluated = runs[name]["held in evaluation"]
     assert evaluated
     assert not any(evaluated)

@@ -51,7 +51,7 @@ def train(engine: Any, steps: int) -> list[float]:
 
 
 EXACT = {
-    "embedding": "keep",
+    "layer_input": "swap_host",
     "attention_qkv": "recompute",
     "attention_output": "keep",
     "mlp_intermediate": "recompute",

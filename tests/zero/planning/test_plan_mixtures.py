@@ -102,7 +102,7 @@ def run_tight(folder: str) -> dict[str, Any]:
     problem = planner.facts.problem(work, planner.machine)
     keep = dict.fromkeys(PAPER_POLICY, "keep") | {"projected_inputs": "project"}
     plans = (
-        reference_plan(planner._hmt, work, planner.machine),
+        reference_plan(planner._hmt, planner.facts, work, planner.machine),
         uniform_plan(work, planner.machine, keep),
     )
     limit = int(sum(estimate(problem, plan).peak("gpu") for plan in plans) / 2)

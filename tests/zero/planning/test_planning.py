@@ -46,7 +46,7 @@ def limits(engine: Any) -> tuple[int, int]:
     )
     least, most = (
         int(estimate(problem, plan).peak("gpu"))
-        for plan in (reference_plan(planner._hmt, work, planner.machine), keep)
+        for plan in (reference_plan(planner._hmt, planner.facts, work, planner.machine), keep)
     )
     return least, (least + most) // 2
 
