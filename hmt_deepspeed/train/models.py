@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hmt_deepspeed.architectures import idle_elements, read_config
+from hmt_deepspeed.memory.weights import taking_host_memory
 from hmt_deepspeed.report.metrics import model_flops_per_token
 from hmt_deepspeed.train.hub import existing_path, hub_error
 
@@ -31,7 +32,7 @@ class Preset(NamedTuple):
 
 
 # 125m and 350m: the shapes of GPT-3 small and medium with SwiGLU (8/3 of hidden); 1b: TinyLlama;
-# 3b: OpenLLaMA-3B; 7b and 13b: Llama 2.
+# 3b: OpenLLaMA-3B; 7b, 13b and 70b: Llama 2.
 PRESETS = {
     "tiny": Preset(256, 704, 4, 8, 4, 2048),
     "125m": Preset(768, 2048, 12, 12, 12, 2048),
@@ -40,6 +41,7 @@ PRESETS = {
     "3b": Preset(3200, 8640, 26, 32, 32, 2048),
     "7b": Preset(4096, 11008, 32, 32, 32, 4096),
     "13b": Preset(5120, 13824, 40, 40, 40, 4096),
+    "70b": Preset(8192, 28672, 80, 64, 8, 4096),
 }
 LEGAL_MODELS = f"{', '.join(PRESETS)}, a local model folder, or a hub id"
 _VOCAB_MULTIPLE = 64
@@ -121,10 +123,31 @@ def build_model(
             "data of its own: use ZeRO-3 to split weights over ranks."
         )
     dtype = config_dtype(ds_config)
-    with _partitioned(ds_config):
+    with _in_host_memory(name, len(tokenizer), seq_length, ds_config), _partitioned(ds_config):
         if name in PRESETS:
             return _random_model(PRESETS[name], tokenizer, seq_length, seed, dtype)
         return _pretrained_model(name, tokenizer, seq_length, dtype)
+
+
+def _in_host_memory(
+    name: str, vocab_size: int, seq_length: int, ds_config: dict[str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    """The error of weights that are built in host memory and find none says how much they take."""
+    from transformers import AutoModelForCausalLM
+
+    zero = ds_config.get("zero_optimization") or {}
+    if zero_stage(ds_config) < 3 or (zero.get("offload_param") or {}).get("device") != "cpu":
+        return contextlib.nullcontext()
+
+    def weights() -> int:
+        config = model_config(name)
+        if config is None:
+            config = preset_config(PRESETS[name], vocab_size, seq_length)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config.get_text_config())
+        return num_parameters(model) * config_dtype(ds_config).itemsize
+
+    return taking_host_memory(weights)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ def run_vertical_case(seed: int, small: bool) -> CaseReport:
     draw, kills = random.Random(seed), 2 if small else 50
     report = CaseReport(
         f"SIGKILL at {kills} random instants of runs of {_STEPS} steps, one after another, each resumed from its newest "
-        "snapshot: vertical accumulation, weights in host memory, no masters, INT8 states, swapped inputs"
+        "snapshot: vertical accumulation, weights in host memory, no masters, INT8 states, layers' inputs in INT8 on the host"
     )
     with tempfile.TemporaryDirectory() as folder:
         _one("vertical", 1, kills, draw, Path(folder), report)

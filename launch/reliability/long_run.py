@@ -65,7 +65,7 @@ def run_vertical_case(seed: int, small: bool) -> CaseReport:
     hmt = config("vertical")["hmt"]
     return _run(
         small,
-        "ZeRO-3, bf16, vertical accumulation, weights and layers' inputs on the host, INT8 states, snapshots",
+        "ZeRO-3, bf16, vertical accumulation, weights and layers' inputs (INT8) on the host, INT8 states, snapshots",
         lambda folder, steps: config(
             "vertical",
             hmt={

@@ -93,6 +93,7 @@ def test_presets_have_their_sizes():
         "3b": 3.43e9,
         "7b": 6.74e9,
         "13b": 13.0e9,
+        "70b": 69.0e9,
     }
     for name, expected in published.items():
         shape = PRESETS[name]
@@ -141,6 +142,22 @@ def test_local_folder_loads_whole_and_partitioned(tokenizer, process_group, tmp_
         assert torch.equal(split.lm_head.weight, saved.lm_head.weight)
     # The next model of this process is not partitioned by accident.
     assert build_model("tiny", tokenizer, 8, 0, BATCH).lm_head.weight.numel() > 0
+
+
+def test_weights_that_find_no_host_memory_say_how_much_they_take(tokenizer, monkeypatch):
+    def nothing_left(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 4096 bytes")
+
+    whole = build_model("tiny", tokenizer, 8, 7, BATCH)
+    zero = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}
+    monkeypatch.setattr("hmt_deepspeed.train.models._random_model", nothing_left)
+    config = {**BATCH, "zero_optimization": zero, "bf16": {"enabled": True}}
+    with pytest.raises(
+        MemoryError, match=f"takes {2 * num_parameters(whole)} bytes of host memory"
+    ):
+        build_model("tiny", tokenizer, 8, 7, config)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):  # of a device
+        build_model("tiny", tokenizer, 8, 7, BATCH)
 
 
 def test_what_cannot_be_built_is_refused(tokenizer, tmp_path):

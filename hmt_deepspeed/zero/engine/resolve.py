@@ -12,9 +12,11 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils.timer import NoopTimer
+from torch import nn
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.memory.available import host_memory_share
+from hmt_deepspeed.memory.weights import taking_host_memory, what_rounding_takes
 from hmt_deepspeed.zero.settings import (
     CacheSettings,
     HostSettings,
@@ -24,11 +26,7 @@ from hmt_deepspeed.zero.settings import (
     checks_overflow,
     resolved_overlap,
 )
-from hmt_deepspeed.zero.weights.residency import (
-    prepare_for_ssd,
-    taking_host_memory,
-    what_rounding_takes,
-)
+from hmt_deepspeed.zero.weights.residency import prepare_for_ssd
 
 __all__ = [
     "Resolved",
@@ -145,6 +143,10 @@ def loss_scaler(engine: DeepSpeedEngine) -> Any:
     )
 
 
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())
+
+
 def parameter_offload(engine: DeepSpeedEngine) -> Any:
     """DeepSpeed's own coordinator, which gathers and partitions the parameters of stage 3."""
     config, zero = engine.zero_offload_param(), engine._config.zero_config
@@ -155,7 +157,7 @@ def parameter_offload(engine: DeepSpeedEngine) -> Any:
     in_ram = config is not None and config.device == OffloadDeviceEnum.cpu
     if in_ram and config.pin_memory and engine.global_rank == 0 and engine.device.type == "cuda":
         _say_what_rounding_takes(engine)
-    with taking_host_memory(engine.module) if in_ram else nullcontext():
+    with taking_host_memory(lambda: _weight_bytes(engine.module)) if in_ram else nullcontext():
         offload = DeepSpeedZeRoOffload(
             engine.module,
             timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),

@@ -16,7 +16,7 @@ from training import tiny_llama
 import hmt_deepspeed
 from hmt_deepspeed.planner.advise.advise import Advice, Answer, advise
 from hmt_deepspeed.planner.advise.deepspeed_json import deepspeed_json
-from hmt_deepspeed.planner.advise.setups import Request
+from hmt_deepspeed.planner.advise.setups import ROUNDED_INPUTS, Request
 from hmt_deepspeed.planner.command import main
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.model.families import shape_of_config
@@ -49,9 +49,13 @@ def train(path: str, config: dict[str, Any] | None, seed: int = 0) -> dict[str, 
         generator = torch.Generator().manual_seed(step)
         size = (settings["train_micro_batch_size_per_gpu"], 16)
         tokens = torch.randint(0, model.config.vocab_size, size, generator=generator)
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
+        batch = {"input_ids": tokens, "labels": tokens}
+        if settings.get("hmt", {}).get("accumulation") == "vertical":
+            loss = engine.train_batch([batch] * settings["gradient_accumulation_steps"])
+        else:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
         losses.append(loss.item())
     host = engine.optimizer.zero.host if engine.hmt_enabled else None
     swapper = getattr(next(model.parameters()), "nvme_swapper", None)
@@ -161,7 +165,11 @@ def every_answer() -> list[tuple[str, Request, Answer]]:
         advice = answers(shape, **fields)
         assert all(answer.plan is not None for answer in advice.answers)
         swaps = " and swapped residuals" * bool(fields.get("fixed"))
-        found += [(answer.name + swaps, advice.request, answer) for answer in advice.answers]
+        found += [
+            (answer.name + swaps, advice.request, answer)
+            for answer in advice.answers
+            if not answer.problem.setup.vertical  # of thousands of micro-batches
+        ]
     on_ssd = answers(shape, fixed={"mlp_intermediate": "swap_ssd"}, cpu_adam=False).best
     found.append(("activations on nvme", found[0][1], on_ssd))
     no_masters = tuple(replace(mode, master_weights="none") for mode in advice.request.modes)
@@ -172,6 +180,10 @@ def every_answer() -> list[tuple[str, Request, Answer]]:
         if answer.is_lossy and answer.problem.setup.offload_optimizer != "none"
     ]
     less = OptimizerMode(rank=8, master_weights="none", state_dtype="bf16")
+    inputs = {"fixed": ROUNDED_INPUTS, "offload_param": "cpu", "zero_stage": 3, "global_batch": 6}
+    in_order = answers(shape, modes=(less,), cpu_adam=False, **inputs)
+    found += [(a.name, in_order.request, a) for a in in_order.answers]
+    assert {a.problem.setup.vertical for a in in_order.answers} == {True, False}
     others = OptimizerMode(method="apollo", rank=8), OptimizerMode(method="muon", rank="full")
     for mode in (less, replace(less, weight_dtype="int8"), *others):
         advice = answers(shape, modes=(mode,), cpu_adam=False, zero_stage=2)

@@ -10,9 +10,9 @@ from harness import Ranks
 from training import ds_config, make_engine, model_weights, tiny_llama, tiny_mixtral, train
 
 from hmt_deepspeed.memory.streams import Direction, TwinStreams
+from hmt_deepspeed.memory.weights import what_rounding_takes
 from hmt_deepspeed.zero.weights import host_parts
 from hmt_deepspeed.zero.weights.host_parts import HostParts
-from hmt_deepspeed.zero.weights.residency import what_rounding_takes
 
 MODES: dict[str, dict[str, Any]] = {
     "masters": {},
