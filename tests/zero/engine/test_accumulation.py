@@ -74,6 +74,9 @@ def both_orders(kind: str, gas: int, checkpointing: str, changes: dict[str, Any]
             config["hmt"]["activations"] = {"policy": EXACT}
         elif checkpointing == "torch":
             model.gradient_checkpointing_enable()
+        elif checkpointing == "chunks":
+            config["hmt"]["fpdt"] = {"chunk_size": 5}
+            config["hmt"]["activations"] = {"policy": {"layer_input": "swap_host"}}
         engine = make_engine(config, model)
         losses = train(engine, 4)
         gathers = counted_gathers(model)
@@ -138,6 +141,7 @@ def counted_gathers(model: Any) -> Counter[int]:
     [
         ("llama", 1, 3, "torch", {"zero_optimization": {"offload_param": {"device": "cpu"}}}),
         ("llama", 2, 3, "hmt", {}),
+        ("llama", 1, 3, "chunks", {"zero_optimization": {"offload_param": {"device": "cpu"}}}),
         ("mixtral", 1, 2, "none", {}),
     ],
 )
