@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from hmt_deepspeed.planner.advise.advise import Advice, Answer
 from hmt_deepspeed.planner.advise.setups import Request
 from hmt_deepspeed.planner.model.listed import ListedShape
-from hmt_deepspeed.planner.model.shapes import ModelShape, num_parameters
+from hmt_deepspeed.planner.model.shapes import ModelShape, num_parameters, parameters
+from hmt_deepspeed.planner.run.host import what_rounding_takes
 from hmt_deepspeed.planner.run.loads import MEMORIES
 from hmt_deepspeed.planner.solve.cost import RESOURCES, Estimate
 from hmt_deepspeed.planner.solve.plan import Plan
@@ -135,11 +136,24 @@ def _speed(answer: Answer) -> list[str]:
     ]
     if answer.cost_per_million_tokens is not None:
         lines.append(f"a million tokens cost {answer.cost_per_million_tokens:.3g}")
+    if line := _rounding(answer):
+        lines.append(line)
     if found.ssd_written:
         lines.append(
             f"SSDs: {answer.ssd_bytes_per_day / 1e12:.3g} TB written per day" + _wear(answer)
         )
     return lines
+
+
+def _rounding(answer: Answer) -> str:
+    """What page-locking the weights takes beyond their bytes, which is not in the table."""
+    problem = answer.problem
+    if problem.setup.offload_param != "cpu":
+        return ""
+    work = problem.workload
+    parts = ((-(-p.numel // problem.setup.ranks), p.count) for p in parameters(work.shape))
+    sizes = (work.itemsize * part for part, count in parts for _ in range(count))
+    return what_rounding_takes(sizes, {})
 
 
 def _wear(answer: Answer) -> str:

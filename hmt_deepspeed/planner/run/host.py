@@ -7,7 +7,7 @@ clipping and overflow, the copies that ``hmt.snapshot`` stages, and the bases of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,7 @@ __all__ = [
     "largest_part",
     "snapshot_bytes",
     "usual_memory",
+    "what_rounding_takes",
 ]
 
 PIECE = 2**20  # elements that the host updates at once
@@ -151,3 +152,23 @@ def _matrix_tensors(
     kept = kept_bytes(parameter, mode, sharding, itemsize, in_fp32=True)
     basis, _ = projection_bytes(parameter, mode, Sharding(), itemsize)
     return [*kept.values(), FP32, FP32, FP32, *([basis] if basis else [])]
+
+
+_UNROUNDED = "pinned_max_round_threshold_mb"
+
+
+def what_rounding_takes(sizes: Iterable[int], environment: Mapping[str, str]) -> str:
+    """A line where page-locking weights takes a tenth more than they are, else "".
+
+    Args:
+        sizes: bytes of each, which torch rounds up to a power of two. environment: of the process, that may say not to.
+    """
+    asked = list(sizes)
+    taken = sum(1 << (size - 1).bit_length() for size in asked if size)
+    settings = (environment.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_"))
+    if taken < 1.1 * sum(asked) or any(_UNROUNDED in setting for setting in settings):
+        return ""
+    return (
+        f"weights of {sum(asked) / 2**30:.1f} GiB are page-locked in {taken / 2**30:.1f}, for torch rounds each up to a power "
+        f"of two; with PYTORCH_ALLOC_CONF={_UNROUNDED}:16 (torch 2.13) it does not"
+    )

@@ -16,7 +16,8 @@ from torch import nn
 
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.memory.available import host_memory_share
-from hmt_deepspeed.memory.weights import taking_host_memory, what_rounding_takes
+from hmt_deepspeed.memory.weights import taking_host_memory
+from hmt_deepspeed.planner.run.host import what_rounding_takes
 from hmt_deepspeed.zero.settings import (
     CacheSettings,
     HostSettings,
@@ -186,7 +187,7 @@ def _say_what_rounding_takes(engine: DeepSpeedEngine) -> None:
     parts = (-(-getattr(p, "ds_numel", p.numel()) // ranks) for p in engine.module.parameters())
     itemsize = engine.get_data_types()[0].itemsize
     if line := what_rounding_takes((part * itemsize for part in parts), os.environ):
-        print(line, flush=True)
+        print(f"hmt: {line}", flush=True)
 
 
 def _cache_settings(hmt: HMTConfig) -> CacheSettings | None:

@@ -156,5 +156,6 @@ def test_where_the_step_is_open_vertical_order_may_make_it_larger() -> None:
     told = " ".join(describe(advice).split())
     assert f"--global_batch {vertical.accumulation * request.micro_batch}" in told
     assert f"Exact, in steps as asked for: {plain.name}" in told
+    assert "are page-locked in" in told
     exact = advise(replace(request, recommend="exact")).best
     assert (exact.problem.setup.accumulation, exact.is_lossy) == (1, False)

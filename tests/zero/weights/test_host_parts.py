@@ -10,7 +10,7 @@ from harness import Ranks
 from training import ds_config, make_engine, model_weights, tiny_llama, tiny_mixtral, train
 
 from hmt_deepspeed.memory.streams import Direction, TwinStreams
-from hmt_deepspeed.memory.weights import what_rounding_takes
+from hmt_deepspeed.planner.run.host import what_rounding_takes
 from hmt_deepspeed.zero.weights import host_parts
 from hmt_deepspeed.zero.weights.host_parts import HostParts
 
