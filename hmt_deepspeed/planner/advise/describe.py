@@ -255,7 +255,8 @@ def _others(advice: Advice) -> list[str]:
         found.append(("Faster, but lossy", advice.faster, "--lossy"))
     if (larger := advice.faster_in_larger_steps) is not None:
         size = larger.problem.setup.accumulation * _each(advice.request)
-        found.append(("Faster, in larger steps", larger, f"--global_batch {size}"))
+        option = f"--global_batch {size}" + " --lossy" * larger.is_lossy
+        found.append(("Faster, in larger steps", larger, option))
     return [
         f"{how}: {answer.name}, {answer.tokens_per_second:,.0f} tokens/s. It is recommended, and written by "
         f"--write, with {option}."

@@ -144,10 +144,6 @@ def test_70b_on_one_gpu_of_24_gb(capsys: pytest.CaptureFixture[str]) -> None:
     no_masters = "ZeRO-3, weights on cpu, lowrank_adamw r=128, no masters"
     assert f"too much gpu: {no_masters}" in groups["Setups"]
     assert groups["Lossy"][f"{no_masters}, int8 states"] > 50
-    # With inputs held as a plan says or by DeepSpeed's key: a percent apart.
-    fastest = next(iter(groups["Lossy"]))
-    assert fastest.startswith("ZeRO-3, weights on cpu, vertical")
-    assert groups["Lossy"][fastest] > 250
     speeds = list(groups["Lossy"].values())
     assert speeds == sorted(speeds, reverse=True)
     assert all(name.startswith("too much ") for name in groups["Setups"])

@@ -166,3 +166,23 @@ def test_the_entry_point_answers() -> None:
         [sys.executable, str(script), "--help"], capture_output=True, text=True, check=True
     )
     assert "--machine" in done.stdout
+
+
+@pytest.mark.parametrize("batch", [[], ["--seq_length", "1024", "--global_batch", "64"]])
+def test_a_70b_on_one_card_is_recommended_from_host_memory_alone(
+    batch: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lossy, of larger steps where none are asked for, and without the machine's SSDs."""
+    written = tmp_path / "ds.json"
+    asked = ["--model", "70b", "--machine", "rtx4090", "--host_memory", "192", *batch]
+    told = " ".join(answer_of([*asked, "--write", str(written)], capsys).split())
+    assert "Recommended (lossy: three times as fast as exact ones" in told
+    assert "bottleneck: gpu" in told
+    speed = re.search(r"([\d,]+) tokens/s, [\d.]+ TFLOPS", told)
+    assert speed is not None
+    assert int(speed[1].replace(",", "")) > 250
+    assert "worn out" not in told
+    config = json.loads(written.read_text())
+    assert config["hmt"]["accumulation"] == "vertical"
+    assert config["hmt"]["activations"]["policy"]["layer_input"] == "swap_host_int8"
+    assert "nvme" not in written.read_text()
