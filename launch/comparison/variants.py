@@ -70,6 +70,8 @@ VARIANTS: dict[str, Variant] = {
     "hmt_muon": Variant("hmt", _muon(rank="d/4"), _MUON),
     "hmt_muon_int8_half": Variant("hmt", _muon(rank="d/2", state_dtype="int8"), _MUON),
     "hmt_muon_int8": Variant("hmt", _muon(rank="d/4", state_dtype="int8"), _MUON),
+    "hmt_muon_int8_auto": Variant("hmt", _muon(rank="auto", state_dtype="int8"), _MUON),
+    "hmt_muon_memory": Variant("hmt", {"preset": "memory", **_muon()}, _MUON),
     "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
     "qlora": Variant("qlora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
 }
