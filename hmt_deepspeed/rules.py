@@ -149,6 +149,8 @@ class Rule:
         scale: of ``"scale": "auto"``. beside_ratio: with it, factor on the learning rate of embeddings, heads and
             vectors beside the matrices.
         usual_lr: a learning rate to start from.
+        row_products, square_products: of a step in fp32, beside the update's own: rows x r with r x r, and r x r with
+            r x r.
     """
 
     name: str
@@ -172,6 +174,8 @@ class Rule:
     scale: float = 1.0
     beside_ratio: float = 1.0
     usual_lr: float = 0.001
+    row_products: int = 0
+    square_products: int = 0
 
     def __post_init__(self) -> None:
         """Raise ValueError where no class is named: field, value, what is legal and what to do."""
@@ -284,6 +288,8 @@ _RULES = "hmt_deepspeed.optim.rules"
 _SCALE, _BESIDE = 2.5, 5.0
 # Of directions whose entries have mean square 1, where Adam's are smaller: three tenths of GaLore's 0.25, at twenty times it.
 _MUONS_SCALE = 1.5
+# Its Gram matrix and what the inverse root of that turns; the root's own (``optim/rules/inverse_root.py``).
+_MUONS_PRODUCTS, _MUONS_ROOT = 2, 21
 
 RULES: dict[str, Rule] = {}
 
@@ -395,6 +401,8 @@ for _rule in (
         reads=_OF_BASES,
         scale=_MUONS_SCALE,
         beside_ratio=_BESIDE,
+        row_products=_MUONS_PRODUCTS,
+        square_products=_MUONS_ROOT,
     ),
     Rule(
         name="muon, full",
@@ -413,6 +421,8 @@ for _rule in (
         reads=_OF_WHOLE | {"weight_dtype"},
         scale=_MUONS_SCALE,
         beside_ratio=_BESIDE,
+        row_products=_MUONS_PRODUCTS,
+        square_products=_MUONS_ROOT,
     ),
     Rule(
         name="apollo",

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields, replace
 
 from hmt_deepspeed.planner.hardware import Machine, MatmulRates
 from hmt_deepspeed.planner.model.workload import made_again
-from hmt_deepspeed.planner.run.loads import Amount, model_work, site_choices, update_traffic
+from hmt_deepspeed.planner.run.loads import model_work, site_choices, update_work
 from hmt_deepspeed.planner.run.problem import Problem
-from hmt_deepspeed.planner.solve.cost import Estimate, estimate, grouped_layers
+from hmt_deepspeed.planner.solve.cost import Estimate, device_seconds, estimate, grouped_layers
 from hmt_deepspeed.planner.solve.plan import Plan
 
 __all__ = ["IterationSeconds", "calibrated", "predicted_seconds", "with_rerun_rates"]
@@ -101,11 +101,8 @@ def calibrated(problem: Problem, reference: Plan, measured: IterationSeconds) ->
 
 def _own_seconds(problem: Problem) -> IterationSeconds:
     """Seconds of an iteration's forwards, backwards and update that no choice for activations changes."""
-    machine, n = problem.machine, problem.setup.accumulation
-    rate = machine.matmul.bf16 if problem.workload.itemsize == 2 else machine.matmul.fp32
-    forward, backward = (
-        float(work[Amount.FLOPS] / rate + work[Amount.DEVICE] / machine.gpu_bandwidth)
-        for work in model_work(problem.workload)
-    )
-    update = update_traffic(problem) / machine.gpu_bandwidth
+    n = problem.setup.accumulation
+    of_model = model_work(problem.workload)
+    forward, backward = (device_seconds(problem, work) for work in of_model)
+    update = device_seconds(problem, update_work(problem))
     return IterationSeconds(n * forward, n * backward, update)

@@ -38,7 +38,7 @@ __all__ = [
     "site_choices",
     "static_bytes",
     "sums_before_sending",
-    "update_traffic",
+    "update_work",
     "updated_on_device",
 ]
 
@@ -68,6 +68,7 @@ class Amount(IntEnum):
     ATTENTION = 9  # FLOPs of attention ops run again
     ENCODE = 10  # bytes through the GPU's own memory by codecs
     DECODE = 11
+    EXACT = 12  # FLOPs of fp32 products in the optimizer's pass
 
 
 Amounts = NDArray[np.float64]
@@ -156,11 +157,13 @@ def updated_on_device(problem: Problem) -> float:
     return max(0.0, problem.total.weights * problem.shard - problem.offloaded.whole().returned)
 
 
-def update_traffic(problem: Problem) -> float:
-    """Bytes through the device's memory of an optimizer's pass on it; updates for the host are written and read."""
+def update_work(problem: Problem) -> Amounts:
+    """Device work of an optimizer's pass; updates for the host are written and read."""
     resident, weights = problem.offloaded.resident, updated_on_device(problem)
     formed = 2 * problem.offloaded.whole("low_rank").sent
-    return 2 * resident.optimizer + resident.gradients + weights + formed
+    flops, exact = problem.update_flops
+    traffic = 2 * resident.optimizer + resident.gradients + weights + formed
+    return amounts(device=traffic, flops=flops, exact=exact)
 
 
 def _fetch(problem: Problem) -> Amounts:
@@ -203,7 +206,7 @@ def _update(problem: Problem) -> tuple[Amounts, Amounts]:
     setup, dense = problem.setup, problem.offloaded.whole("dense")
     early = _on_host(dense, setup)
     late = _on_host(problem.offloaded.whole("low_rank"), setup)
-    late += problem.machine.overheads.update * amounts(device=update_traffic(problem))
+    late += problem.machine.overheads.update * update_work(problem)
     if setup.offload_param != "none":
         weights, on_ssd = updated_on_device(problem), setup.offload_param == "nvme"
         late += amounts(to_host=weights, ssd_write=weights * on_ssd)

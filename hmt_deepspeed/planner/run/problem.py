@@ -20,6 +20,7 @@ from hmt_deepspeed.planner.run.memory import (
     model_states,
 )
 from hmt_deepspeed.planner.run.offloaded import Offloaded, offloaded_states
+from hmt_deepspeed.planner.run.update_flops import update_flops
 
 __all__ = ["Overlap", "Place", "Problem", "RunSetup", "Schedule", "make_problem"]
 
@@ -144,6 +145,7 @@ class Problem:
         total: bytes of the whole model's states. of_rank: of those on the rank that holds most.
         offloaded: which of these ``offload_optimizer`` takes off the device, and what is done there.
         cached: bases that ``hmt.basis_cache`` takes off it.
+        update_flops: of the optimizer's pass on the device: in the weights' dtype, and in fp32.
         updates_bring_weights: offloaded weights have no masters, so that their updates bring them to the GPU.
         beside: bytes of host memory by kind, beside states and gradients, as HMT's engine takes them.
     """
@@ -157,6 +159,7 @@ class Problem:
     offloaded: Offloaded
     cached: CachedBases
     beside: Mapping[str, float]
+    update_flops: tuple[float, float] = (0.0, 0.0)
     updates_bring_weights: bool = False
 
     @property
@@ -214,6 +217,8 @@ def make_problem(
         if setup.engine.has_snapshots:
             place = setup.offload_optimizer
             beside["snapshots"] = snapshot_bytes(shape, mode, sharding, itemsize, place)
+    of_the_device = mode.host_is_ours or not is_offloaded
+    flops = update_flops(shape, mode, sharding) if of_the_device else (0.0, 0.0)
     return Problem(
         workload=workload,
         machine=machine,
@@ -224,6 +229,7 @@ def make_problem(
         offloaded=offloaded,
         cached=cached,
         beside=beside,
+        update_flops=flops,
         updates_bring_weights=setup.offload_param != "none" and mode.master_weights == "none",
     )
 

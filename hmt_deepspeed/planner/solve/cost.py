@@ -42,6 +42,7 @@ __all__ = [
     "Estimate",
     "PhaseTime",
     "Resource",
+    "device_seconds",
     "estimate",
     "fill_seconds",
     "grouped_layers",
@@ -107,6 +108,7 @@ def rates(problem: Problem) -> NDArray[np.float64]:
     per_byte = 1 / machine.gpu_bandwidth
     found[Amount.FLOPS, _INDEX["gpu"]] = per_flop
     found[Amount.ATTENTION, _INDEX["gpu"]] = machine.overheads.attention * per_flop
+    found[Amount.EXACT, _INDEX["gpu"]] = 1 / machine.matmul.fp32
     found[Amount.DEVICE, _INDEX["gpu"]] = per_byte
     found[Amount.ENCODE, _INDEX["gpu"]] = machine.overheads.encode * per_byte
     found[Amount.DECODE, _INDEX["gpu"]] = machine.overheads.decode * per_byte
@@ -133,6 +135,11 @@ def rates(problem: Problem) -> NDArray[np.float64]:
         found[Amount.SSD_READ, _INDEX["ssd_writing"]] = mixed - write
         found[Amount.SSD_WRITE, _INDEX["ssd_writing"]] = write
     return found
+
+
+def device_seconds(problem: Problem, work: Amounts) -> float:
+    """Seconds of the device for ``work``, without overheads that are not in it."""
+    return float(work @ rates(problem)[:, _INDEX["gpu"]])
 
 
 def phase_seconds(

@@ -24,7 +24,7 @@ from hmt_deepspeed.planner.run.loads import (
     Amount,
     static_bytes,
     sums_before_sending,
-    update_traffic,
+    update_work,
     updated_on_device,
 )
 from hmt_deepspeed.planner.run.offloaded import TREATMENTS, HostShare, Treatment
@@ -32,6 +32,7 @@ from hmt_deepspeed.planner.run.problem import Problem
 from hmt_deepspeed.planner.solve.cost import (
     ADDED_SHARE,
     Estimate,
+    device_seconds,
     estimate,
     ranks_per_node,
 )
@@ -385,11 +386,10 @@ class _Builder:
     def update_on_gpu(self) -> None:
         """Add the optimizer's pass on the GPU and the return of its weights."""
         setup, problem = self.problem.setup, self.problem
-        weights, traffic = updated_on_device(problem), update_traffic(problem)
-        if not traffic:
+        weights, work = updated_on_device(problem), update_work(problem)
+        if not work.any():
             return
-        machine = problem.machine
-        seconds = machine.overheads.update * traffic / machine.gpu_bandwidth
+        seconds = problem.machine.overheads.update * device_seconds(problem, work)
         start = self.ends()
         if setup.offload_param == "none":
             done = self.add("update", "gpu", 0.0, start, extra=seconds)
