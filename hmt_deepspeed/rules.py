@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 DEFAULT, DENSE = (
-    "lowrank_adamw",
+    "muon",
     "adamw",
 )  # the default method, and that of all without a matrix rule
 MIN_INT8_ELEMENTS = 4096  # below it, scales and rounding cost more than they save (torchao's bound)
@@ -45,12 +45,13 @@ SumOf = Literal["gradient", "states", "update"]
 
 
 def dense_states_dtype(wanted: str, shape: Sequence[int]) -> str:
-    """Storage of AdamW's moments: fp32 of what is too small for 8 bits, and of vectors, which step together.
+    """Storage of AdamW's moments: fp32 by default, of what is too small for 8 bits, and of vectors, which step together.
 
     Args:
         wanted: ``hmt.optimizer.state_dtype``. shape: of the whole parameter.
     """
-    return wanted if len(shape) > 1 and prod(shape) >= MIN_INT8_ELEMENTS else "fp32"
+    fits = len(shape) > 1 and prod(shape) >= MIN_INT8_ELEMENTS
+    return wanted if fits and wanted != "auto" else "fp32"
 
 
 def stored_bytes(numel: int, dtype: str) -> int:
@@ -146,9 +147,9 @@ class Rule:
         reads: the fields of ``hmt.optimizer`` that mean something to it, beside those of every rule; None for all.
         fixed_rank: the only rank. auto_share: share of the smaller side that ``"rank": "auto"`` is; with neither it
             is chosen among candidates.
-        scale: of ``"scale": "auto"``. beside_ratio: with it, factor on the learning rate of embeddings, heads and
-            vectors beside the matrices.
-        usual_lr: a learning rate to start from.
+        scale: of ``"scale": "auto"``. beside_ratio, embedding_ratio: with it, factors on the learning rate of heads and
+            vectors beside the matrices, and of embeddings that are no heads too.
+        usual_lr: a learning rate to start from. usual_states: of ``"state_dtype": "auto"``.
         row_products, square_products: of a step in fp32, beside the update's own: rows x r with r x r, and r x r with
             r x r.
     """
@@ -173,7 +174,9 @@ class Rule:
     auto_share: float | None = None
     scale: float = 1.0
     beside_ratio: float = 1.0
+    embedding_ratio: float = 1.0
     usual_lr: float = 0.001
+    usual_states: Literal["fp32", "int8"] = "fp32"
     row_products: int = 0
     square_products: int = 0
 
@@ -245,6 +248,10 @@ class Rule:
         """Names of the states of which each rank has its rows."""
         return tuple(state.name for state in self.states if state.by_rows)
 
+    def wanted_states(self, wanted: str) -> str:
+        """Storage that ``hmt.optimizer.state_dtype`` asks for."""
+        return self.usual_states if wanted == "auto" else wanted
+
     def states_dtype(self, wanted: str, rows: int, columns: int, rank: int) -> str:
         """Storage of a matrix's states in the whole run: fp32 where all are too small for 8 bits.
 
@@ -254,7 +261,8 @@ class Rule:
         """
         stored = [state.shape for state in self.states if state.stored == "state"]
         largest = max((elements(shape, rows, columns, rank) for shape in stored), default=0)
-        return "fp32" if wanted == "int8" and largest < MIN_INT8_ELEMENTS else wanted
+        found = self.wanted_states(wanted)
+        return "fp32" if found == "int8" and largest < MIN_INT8_ELEMENTS else found
 
     def sum_lengths(self, of: SumOf, rows: int, columns: int, rank: int) -> dict[str, int]:
         """How many numbers each sum has at a rank, by name, in order."""
@@ -287,7 +295,7 @@ _RULES = "hmt_deepspeed.optim.rules"
 # At AdamW's learning rate: GaLore's and Fira's 0.25 at ten times it for matrices, half of those ten for the others.
 _SCALE, _BESIDE = 2.5, 5.0
 # Of directions whose entries have mean square 1, where Adam's are smaller: three tenths of GaLore's 0.25, at twenty times it.
-_MUONS_SCALE = 1.5
+_MUONS_SCALE, _MUONS_EMBEDDINGS = 1.5, 40.0
 # Its Gram matrix and what the inverse root of that turns; the root's own (``optim/rules/inverse_root.py``).
 _MUONS_PRODUCTS, _MUONS_ROOT = 2, 21
 
@@ -340,6 +348,7 @@ for _rule in (
         holds_experts=True,
         scale=_SCALE,
         beside_ratio=_BESIDE,
+        embedding_ratio=_BESIDE,
     ),
     Rule(
         name="lowrank_adamw, two-sided",
@@ -360,6 +369,7 @@ for _rule in (
         sums=(*_ENERGIES, Sum("core", ("rank", "rank")), _RESIDUAL),
         scale=_SCALE,
         beside_ratio=_BESIDE,
+        embedding_ratio=_BESIDE,
     ),
     Rule(
         name="lowrank_adamw, factored",
@@ -382,6 +392,7 @@ for _rule in (
         note="factored",
         scale=_SCALE,
         beside_ratio=_BESIDE,
+        embedding_ratio=_BESIDE,
     ),
     Rule(
         name="muon",
@@ -401,6 +412,8 @@ for _rule in (
         reads=_OF_BASES,
         scale=_MUONS_SCALE,
         beside_ratio=_BESIDE,
+        embedding_ratio=_MUONS_EMBEDDINGS,
+        usual_states="int8",
         row_products=_MUONS_PRODUCTS,
         square_products=_MUONS_ROOT,
     ),
@@ -421,6 +434,8 @@ for _rule in (
         reads=_OF_WHOLE | {"weight_dtype"},
         scale=_MUONS_SCALE,
         beside_ratio=_BESIDE,
+        embedding_ratio=_MUONS_EMBEDDINGS,
+        usual_states="int8",
         row_products=_MUONS_PRODUCTS,
         square_products=_MUONS_ROOT,
     ),

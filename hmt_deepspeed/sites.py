@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 __all__ = [
     "ADAPTER",
+    "EMBEDDING",
     "LEFT_TO_ADAMW",
     "ExpertWeight",
     "computing_projection",
@@ -24,8 +25,8 @@ __all__ = [
 
 # Names of embeddings, output heads and LoRA's adapters, as regular expressions: AdamW's, whatever target_modules
 # says, unless a module rule takes them.
-ADAPTER = "lora_"
-LEFT_TO_ADAMW = ("embed", "lm_head", ADAPTER)
+ADAPTER, EMBEDDING = "lora_", "embed"
+LEFT_TO_ADAMW = (EMBEDDING, "lm_head", ADAPTER)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,9 @@ def test_weights_that_cannot_be_projected_are_named_with_the_reason(tmp_path: Pa
     (told,) = [text for text in found.warnings if "left to AdamW" in text]
     assert "3-D weight (wav2vec2.feature_extractor.conv_layers.0.conv.weight is the first)" in told
     table = next(text for text in found.lines if "3-D weight" in text)
-    assert re.search(r"^adamw: 3-D weight\n(  .*\n)*  64x64x5 +1 ", table, re.MULTILINE)
+    assert re.search(
+        r"^adamw: 3-D weight; fp32 states\n(  .*\n)*  64x64x5 +1 ", table, re.MULTILINE
+    )
 
 
 def test_bytes_are_counted_where_they_lie() -> None:

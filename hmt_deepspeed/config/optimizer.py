@@ -49,10 +49,13 @@ _OF_OTHER_SCALES = "".join(
     for rule in _FIRST_ROWS
     if rule.beside_ratio != 1 and rule.method != DEFAULT
 )
+_OF_STATES = " and ".join(
+    f'{rule.usual_states} of "{rule.method}"' for rule in _FIRST_ROWS if rule.usual_states != "fp32"
+)
 Projection = Literal["right", "left", "auto", "two_sided"]
 RangeFinder = Literal["randomized", "subspace", "svd", "random"]
 Residual = Literal["none", "probe", "full"]
-StateDtype = Literal["fp32", "bf16", "int8"]
+StateDtype = Literal["auto", "fp32", "bf16", "int8"]
 SecondMoment = Literal["full", "factored"]
 EnergyEstimate = Literal["in_sample", "out_of_sample"]
 ExpertBasis = Literal["auto", "shared", "own"]
@@ -249,9 +252,9 @@ class OptimizerConfig(StrictModel):
         },
     )
     state_dtype: StateDtype = Field(
-        default="fp32",
+        default="auto",
         description="Storage of the moments: fp32, bf16 with stochastic rounding, or 8 bits in blocks "
-        "of 256. Moments of fewer than 4096 elements stay in fp32 where they would be int8; those of AdamW's "
+        f"of 256. auto: {_OF_STATES}, fp32 of the others, and of AdamW's. Moments of fewer than 4096 elements stay in fp32 where they would be int8; those of AdamW's "
         "tensors also where they would be bf16, and those of its vectors whatever their size.",
         json_schema_extra={
             "who": "int8: the least memory; at a quarter of the width 2.520 against fp32's 2.515 (1M tokens)."

@@ -49,6 +49,8 @@ def _all(*conditions: Callable[[Given], bool]) -> Callable[[Given], bool]:
 # What a module rule of another method does not take from the others: it means something else to it.
 OWN_OF_METHOD = ("rank", "scale")
 _NOT_FOR_RULES = ("method", "module_rules", "target_modules")
+# Values that ask for nothing: legal where the field means nothing.
+_ASKS_NOTHING = {"second_moment": "full", "full_rank_budget": 0.0}
 # What contradicts the field it depends on within one matrix, so that a module rule may bring it about.
 _OF_A_MATRIX = ("projection", "range_finder", "second_moment", "residual", "probes")
 
@@ -272,8 +274,16 @@ def _of_other_methods(given: Given, rule: Rule) -> dict[str, str]:
         for other in RULES.values()
         for key, value in other.where
         if (key, value) not in own and given.get(key) == value
-        if rule.reads_field(key) or other.method != DEFAULT
+        if rule.reads_field(key) or key == "rank"
     }
+
+
+def _reader(key: str, asked: str) -> str:
+    """A method that reads the field, the default one if that does; or another value of the field that asks for a rule."""
+    if asked != "method":
+        return f'another "{asked}".'
+    reading = (m for m in (DEFAULT, *methods()) if rule_of(m).reads_field(key))
+    return f'"{next(reading)}" there.'
 
 
 def _method_conflicts(given: Given, rule: Rule) -> list[Conflict]:
@@ -288,17 +298,17 @@ def _method_conflicts(given: Given, rule: Rule) -> list[Conflict]:
     of_others = _of_other_methods(given, rule)
     nothing = f'It means nothing with "{asked}": "{value}": remove it or set '
     own = "it in the rules of another method, which do not take it over."
-    instead = f'"{DEFAULT}" there.' if asked == "method" else f'another "{asked}".'
     conflicts = [
         Conflict(
             key,
             given[key],
             (asked, "module_rules"),
-            nothing + (own if ruled and key in OWN_OF_METHOD else instead),
+            nothing + (own if ruled and key in OWN_OF_METHOD else _reader(key, asked)),
             unread=True,
         )
         for key in given
         if not rule.reads_field(key) and key not in of_others
+        if key not in _ASKS_NOTHING or given[key] != _ASKS_NOTHING[key]
     ]
     if (
         rule.reads_field("projected_backward")

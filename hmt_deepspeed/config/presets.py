@@ -23,7 +23,6 @@ PRESETS: dict[Preset, Block] = {
         "optimizer": {
             "rank": 0.125,
             "state_dtype": "int8",
-            "second_moment": "factored",
             "master_weights": "none",
             "target_modules": "all",
         },
@@ -33,6 +32,7 @@ PRESETS: dict[Preset, Block] = {
     # residual, the low-rank update as it is, bf16 where it has fp16 states, weights without masters, old bases in host memory
     "paper": {
         "optimizer": {
+            "method": "lowrank_adamw",
             "projection": "two_sided",
             "rank_candidates": [32, 64, 128, 256],
             "energy_threshold": 0.95,

@@ -242,7 +242,7 @@ class Slot:
         which = "rank" if len(matrix.candidates) == 1 else "largest rank"
         parts = [] if matrix.count == 1 else [self._of_experts(matrix)]
         parts += [] if wanted is None else [f"{which} lowered from {wanted}"]
-        if stored != settings.state_dtype:
+        if stored != settings.rule.wanted_states(settings.state_dtype):
             parts.append(f"moments in {stored}, under {MIN_INT8_ELEMENTS} elements")
         return ", ".join(parts)
 

@@ -143,7 +143,7 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="WHEN",
         help="recommend a setup that rounds (no masters, INT8 states or weights, layers' inputs in INT8) never; auto: "
-        "where it is three times as fast as any exact one; always: where it is faster, with INT8 activations where the "
+        "where it is three times as fast as any exact one, or faster and off the SSDs that this needs; always: where it is faster, with INT8 activations where the "
         "HMT paper's policy has them too, as --lossy alone (default: %(default)s)",
     )
 

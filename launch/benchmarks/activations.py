@@ -82,6 +82,7 @@ def _engine(shape: Shape, dtype: str, contender: Contender, matrices: int) -> An
     config = engine_config(shape, dtype)
     config["optimizer"]["type"] = "HMT"
     options = {
+        "method": "lowrank_adamw",
         "rank": min(RANK, shape.hidden // 2),
         "update_interval": 10**6,
         "projected_backward": "auto" if contender.projected else False,

@@ -44,7 +44,7 @@ def _zero(stage: int, **more: Any) -> dict[str, Any]:
 def _hmt(optimizer: dict[str, Any], stage: int = 2, **more: Any) -> dict[str, Any]:
     offload = more.pop("offload_optimizer", None)
     zero = _zero(stage) if offload is None else _zero(stage, offload_optimizer=offload)
-    block = {"optimizer": optimizer, "activations": {}, **more}
+    block = {"optimizer": {"method": "lowrank_adamw", **optimizer}, "activations": {}, **more}
     return {
         "optimizer": {"type": "HMT", "params": {"lr": LEARNING_RATE}},
         "zero_optimization": zero,

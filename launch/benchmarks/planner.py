@@ -55,7 +55,11 @@ def _engine(shape: Shape, dtype: str, activations: dict[str, Any], **planner: An
     config = engine_config(shape, dtype)
     config["optimizer"]["type"] = "HMT"
     elements = shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)
-    options = {"rank": min(RANK, shape.hidden // 2), "update_interval": 10**6}
+    options = {
+        "method": "lowrank_adamw",
+        "rank": min(RANK, shape.hidden // 2),
+        "update_interval": 10**6,
+    }
     options |= {"max_full_gradient_bytes": 4 * elements}
     config["hmt"] = {"optimizer": options, "activations": activations}
     if planner:

@@ -84,7 +84,9 @@ class Projected(Contender):
         self.projected = [ProjectedLinear(str(i)) for i in range(len(self.linears))]
         self.shared = SharedInputs(self.projected)
         for linear, patched in zip(self.linears, self.projected, strict=True):
-            settings = matrix_settings(complete_options({"rank": stack.rank}))
+            settings = matrix_settings(
+                complete_options({"method": "lowrank_adamw", "rank": stack.rank})
+            )
             assert settings is not None
             shape = (linear.out_features, linear.in_features)
             matrix = LowRankMatrix(

@@ -92,7 +92,7 @@ def count(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "method adamw": {"method": "adamw"},
-    "projected": {"rank": 16, "update_interval": 100},
+    "projected": {"method": "lowrank_adamw", "rank": 16, "update_interval": 100},
 }
 
 

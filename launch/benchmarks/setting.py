@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.timing import Sample, Samples, median_of, now
+from hmt_deepspeed.rules import DEFAULT
 from hmt_deepspeed.train.models import bf16_is_fast
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -153,12 +154,13 @@ def engine_config(shape: Shape, dtype: str, **zero: Any) -> dict[str, Any]:
 
 
 def hmt_engine(shape: Shape, dtype: str, options: Mapping[str, Any], **zero: Any) -> Any:
+    """The engine of low-rank AdamW, unless ``options`` name another method."""
     import hmt_deepspeed
 
     model = llama(shape)
     config = engine_config(shape, dtype, **zero)
     config["optimizer"]["type"] = "HMT"
-    config["hmt"] = {"optimizer": dict(options)}
+    config["hmt"] = {"optimizer": {"method": "lowrank_adamw", **options}}
     engine, *_ = hmt_deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
@@ -186,7 +188,10 @@ def alternating_options(shape: Shape, rank: int | None) -> dict[str, Any]:
     """
     matrices = 7 * shape.layers
     elements = shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)
-    chosen = {} if rank is None else {"rank": min(rank, shape.hidden // 2)}
+    if rank is None:
+        chosen: dict[str, Any] = {"method": DEFAULT}
+    else:
+        chosen = {"method": "lowrank_adamw", "rank": min(rank, shape.hidden // 2)}
     return {
         **chosen,
         "update_interval": 2 * matrices,

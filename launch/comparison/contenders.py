@@ -155,7 +155,9 @@ def own_embedding_lr_scale(name: str, hidden: int) -> float | None:
     if fields.target_modules == "all" or fields.module_rules:
         return None
     settings = matrix_settings(fields.model_dump())
-    return 1.0 if settings is None else settings.beside_ratio
+    if settings is None:
+        return 1.0
+    return settings.beside_ratio if settings.beside_ratio == settings.embedding_ratio else None
 
 
 Built = tuple[nn.Module, Optimizer | peers.Together]

@@ -42,6 +42,8 @@ _ADAPTER = (4e-3, 1e-3, 1.6e-2)
 _GALORE = {"rank": "d/4", "update_proj_gap": INTERVAL, "scale": 0.25}
 _APOLLO = {"rank": "d/4", "update_proj_gap": INTERVAL, "proj": "random", "proj_type": "std"}
 
+_LOW_RANK = {"method": "lowrank_adamw"}
+
 
 def _muon(**fields: Any) -> dict[str, Any]:
     return {"optimizer": {"method": "muon", **fields}}
@@ -61,17 +63,19 @@ VARIANTS: dict[str, Variant] = {
     # of its paper, for language
     "lion": Variant("lion", {"betas": [0.95, 0.98]}, _LION),
     "adamw_8bit": Variant("adamw_8bit", {}, _ADAMW),
-    "hmt": Variant("hmt", {}, _ADAMW),
-    "hmt_memory": Variant("hmt", {"preset": "memory"}, _ADAMW),
+    "hmt": Variant("hmt", {}, _MUON),
+    "hmt_lowrank_adamw": Variant("hmt", {"optimizer": _LOW_RANK}, _ADAMW),
+    "hmt_memory": Variant("hmt", {"preset": "memory"}, _MUON),
     "hmt_paper": Variant("hmt", {"preset": "paper"}, _ADAMW),
     # half of the width in 8 bits: an eighth of AdamW's moments
-    "hmt_int8_half": Variant("hmt", {"optimizer": {"rank": "d/2", "state_dtype": "int8"}}, _ADAMW),
+    "hmt_int8_half": Variant(
+        "hmt", {"optimizer": {**_LOW_RANK, "rank": "d/2", "state_dtype": "int8"}}, _ADAMW
+    ),
     # Muon in the subspace: an eighth of AdamW's moments, a sixteenth, a thirty-second
-    "hmt_muon": Variant("hmt", _muon(rank="d/4"), _MUON),
+    "hmt_muon": Variant("hmt", _muon(rank="d/4", state_dtype="fp32"), _MUON),
     "hmt_muon_int8_half": Variant("hmt", _muon(rank="d/2", state_dtype="int8"), _MUON),
     "hmt_muon_int8": Variant("hmt", _muon(rank="d/4", state_dtype="int8"), _MUON),
     "hmt_muon_int8_auto": Variant("hmt", _muon(rank="auto", state_dtype="int8"), _MUON),
-    "hmt_muon_memory": Variant("hmt", {"preset": "memory", **_muon()}, _MUON),
     "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
     "qlora": Variant("qlora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
 }

@@ -7,7 +7,12 @@ from typing import Any
 
 __all__ = ["FEATURES", "VERTICAL", "config"]
 
-_OPTIMIZER = {"rank_candidates": [4, 8], "energy_threshold": 0.6, "update_interval": 3}
+_OPTIMIZER = {
+    "method": "lowrank_adamw",
+    "rank_candidates": [4, 8],
+    "energy_threshold": 0.6,
+    "update_interval": 3,
+}
 FEATURES: dict[str, dict[str, Any]] = {
     "ZeRO-0": {"zero_optimization": {"stage": 0}},
     "ZeRO-1": {"zero_optimization": {"stage": 1}},
@@ -47,6 +52,7 @@ VERTICAL: dict[str, Any] = {
     "hmt": {
         "accumulation": "vertical",
         "optimizer": {
+            "method": "lowrank_adamw",
             "rank": 4,
             "update_interval": 3,
             "master_weights": "none",

@@ -17,10 +17,10 @@ from backends import (
     poison,  # noqa: F401
 )
 from families import tiny, tokens
+from low_rank_adamw import low_rank_adamw
 
 from hmt_deepspeed.optim.backward.linear import _PATCHED
 from hmt_deepspeed.optim.backward.projected_linear import InputGroup
-from hmt_deepspeed.optim.hmt import HMT
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -35,7 +35,7 @@ def train(policy=None, accumulation=1, **changes):
     options = {**OPTIONS, **changes}
     if "method" in changes:
         del options["probes"]
-    optimizer = HMT(model, **options)
+    optimizer = low_rank_adamw(model, **options)
     backend = None if policy is None else make_backend(model, policy)
     if backend is not None:
         backend.install()
@@ -120,7 +120,7 @@ def test_columns_that_are_drawn_are_not_encoded():
 def test_products_are_held_and_shared_and_not_computed_again(monkeypatch, policy, rerun):
     model = tiny("llama")
     options = OPTIONS | {"update_interval": 100, "max_full_gradient_bytes": 2**30}
-    optimizer = HMT(model, **options)
+    optimizer = low_rank_adamw(model, **options)
     for _ in range(2):
         loss = model(input_ids=tokens(), labels=tokens()).loss
         loss.backward()
@@ -146,7 +146,7 @@ def test_products_are_held_and_shared_and_not_computed_again(monkeypatch, policy
 def test_products_may_be_computed_again():
     def products(choices):
         model = tiny("llama")
-        optimizer = HMT(model, **OPTIONS | {"update_interval": 100})
+        optimizer = low_rank_adamw(model, **OPTIONS | {"update_interval": 100})
         for _ in range(2):
             model(input_ids=tokens(), labels=tokens()).loss.backward()
             optimizer.step()
@@ -168,7 +168,9 @@ def test_products_may_be_computed_again():
 
 def test_one_layer_may_hold_its_products_and_another_not():
     model = tiny("llama")
-    optimizer = HMT(model, **OPTIONS | {"update_interval": 100, "max_full_gradient_bytes": 2**30})
+    optimizer = low_rank_adamw(
+        model, **OPTIONS | {"update_interval": 100, "max_full_gradient_bytes": 2**30}
+    )
     model(input_ids=tokens(), labels=tokens()).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -184,7 +186,7 @@ def test_one_layer_may_hold_its_products_and_another_not():
 
 def test_an_exception_in_the_middle_leaves_the_groups_in_step():
     model = tiny("llama")
-    optimizer = HMT(model, **OPTIONS)
+    optimizer = low_rank_adamw(model, **OPTIONS)
     batch = tokens()
 
     def step():
@@ -246,7 +248,9 @@ def test_gradients_of_gradients():
     embedded = torch.randn(2, 8, 32)
     plain, model = (tiny("llama", attn_implementation="eager") for _ in range(2))
     expected = _twice(plain, embedded)
-    optimizer = HMT(model, **OPTIONS | {"update_interval": 100, "max_full_gradient_bytes": 2**30})
+    optimizer = low_rank_adamw(
+        model, **OPTIONS | {"update_interval": 100, "max_full_gradient_bytes": 2**30}
+    )
     for slot in optimizer._bases.slots:
         slot.prepare(0, due=False)
     with installed(model, SWAP | PROJECT | {"lm_head": "swap_host"}, store=host_store()) as backend:

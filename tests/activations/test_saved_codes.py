@@ -4,6 +4,7 @@ import pytest
 import torch
 from backends import SEED, gradients, installed, make_backend, poison  # noqa: F401
 from families import tiny, tokens
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
@@ -12,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hmt_deepspeed.activations.codecs import Int8, SavedBlocks
 from hmt_deepspeed.activations.linear import SavingCodes
 from hmt_deepspeed.kernels import dequant_matmul
-from hmt_deepspeed.optim.hmt import HMT
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -143,7 +143,7 @@ def test_under_the_optimizers_rules(method, used):
         options |= {"rank": 4, "update_interval": 100}
     if method == "lowrank_adamw":
         options["max_full_gradient_bytes"] = 2**30
-    optimizer = HMT(model, **options)
+    optimizer = low_rank_adamw(model, **options)
     backend = make_backend(model, {"attention_qkv": "int8"})
     backend.install()
     counts = []

@@ -18,7 +18,7 @@ _RATES = (1e-2, 5e-3, 2e-2)
 
 
 def _hmt(**fields: Any) -> Variant:
-    own = {"rank": "d/4", "scale": 0.25, "update_interval": 50, **fields}
+    own = {"method": "lowrank_adamw", "rank": "d/4", "scale": 0.25, "update_interval": 50, **fields}
     return Variant("hmt", {"optimizer": own}, _RATES)
 
 

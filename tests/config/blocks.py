@@ -5,7 +5,7 @@ import pytest
 from hmt_deepspeed.config import HMTConfig
 
 DEFAULTS = {
-    "method": "lowrank_adamw",
+    "method": "muon",
     "projection": "right",
     "rank": "auto",
     "rank_candidates": "auto",
@@ -22,7 +22,7 @@ DEFAULTS = {
     "projected_backward": "auto",
     "scale": "auto",
     "max_full_gradient_bytes": "auto",
-    "state_dtype": "fp32",
+    "state_dtype": "auto",
     "second_moment": "full",
     "master_weights": "fp32",
     "weight_dtype": "auto",

@@ -13,6 +13,9 @@ from pydantic import ValidationError
 
 from hmt_deepspeed.config import HMTConfig, OptimizerConfig
 
+LOW = {"method": "lowrank_adamw"}
+WITHOUT = {"second_moment", "full_rank_budget"}  # whose defaults ask for nothing
+
 # --- fields that cannot be given together -----------------------------------------------------
 
 LOW_RANK_ONLY = {
@@ -60,22 +63,25 @@ CONFLICTS = [
     ({"rank_budget": "auto", "full_rank_budget": 0.1}, {"full_rank_budget"}),
     ({"full_rank_budget": 0.1}, {"full_rank_budget"}),
     (
-        {"projection": "two_sided", "full_rank_budget": 0.1, "rank_budget": None},
+        {**LOW, "projection": "two_sided", "full_rank_budget": 0.1, "rank_budget": None},
         {"full_rank_budget"},
     ),
-    *[({"share_basis": True, "projection": v}, {"share_basis"}) for v in ("left", "two_sided")],
+    ({"share_basis": True, "projection": "left"}, {"share_basis"}),
+    ({**LOW, "share_basis": True, "projection": "two_sided"}, {"share_basis"}),
     ({"share_basis": True, "projection": "auto"}, {"share_basis"}),
     ({"share_basis": True, "projected_backward": False}, {"share_basis"}),
     ({"share_basis": True, "residual": "full"}, {"share_basis"}),
     ({"share_basis": True, "range_finder": "random", "rank": 8}, {"share_basis"}),
     ({"residual": "full", "projected_backward": True}, {"projected_backward"}),
-    ({"residual": "full", "projection": "two_sided"}, {"residual"}),
+    ({**LOW, "residual": "full", "projection": "two_sided"}, {"residual"}),
     ({"residual": "full", "probes": 4}, {"probes"}),
     (
         {"range_finder": "random", "rank": 8, "max_full_gradient_bytes": 9},
         {"max_full_gradient_bytes"},
     ),
-    ({"second_moment": "factored", "projection": "two_sided"}, {"second_moment"}),
+    ({**LOW, "second_moment": "factored", "projection": "two_sided"}, {"second_moment"}),
+    ({"second_moment": "factored"}, {"second_moment"}),
+    ({"projection": "two_sided"}, {"projection"}),
     ({"method": "apollo", "projected_backward": True}, {"projected_backward"}),
     ({"method": "apollo_mini", "projected_backward": True}, {"projected_backward"}),
     ({"method": "apollo_mini", "rank": 4}, {"rank"}),
@@ -97,12 +103,12 @@ CONFLICTS = [
         {"weight_dtype"},
     ),
     *[({"method": m, "rank": "full"}, {"rank"}) for m in ("apollo", "apollo_mini", "adamw")],
-    ({"rank": "full"}, {"rank"}),
+    ({**LOW, "rank": "full"}, {"rank"}),
     *[({"method": "adamw", key: value}, {key}) for key, value in LOW_RANK_ONLY.items()],
     *[
         ({"method": "adamw", key: value}, {key})
         for key, value in DEFAULTS.items()
-        if key not in KEPT_BY_ADAMW
+        if key not in KEPT_BY_ADAMW | WITHOUT
     ],
 ]
 
@@ -139,14 +145,16 @@ def test_conflict_is_refused_by_the_model_itself(fields, blamed):
         {"rank": 8, "range_finder": "random"},
         {"rank_budget": 0.5, "rank_candidates": [8]},
         {"rank_budget": 0.5, "energy_threshold": 0.9, "full_rank_budget": 0.0},
-        {"rank_budget": None, "full_rank_budget": 0.1},
+        {**LOW, "rank_budget": None, "full_rank_budget": 0.1},
         {"residual": "full", "projected_backward": "auto"},
         {"share_basis": True, "projection": "right", "projected_backward": True},
         {"method": "apollo", "rank": 8, "projected_backward": "auto"},
         {"method": "muon", "rank": "full", "projected_backward": "auto"},
         {"method": "muon", "rank": "full", "scale": 0.2, "weight_dtype": "int8"},
-        {"second_moment": "factored", "projection": "auto", "state_dtype": "int8"},
-        {"second_moment": "full", "projection": "two_sided"},
+        {**LOW, "second_moment": "factored", "projection": "auto", "state_dtype": "int8"},
+        {**LOW, "second_moment": "full", "projection": "two_sided"},
+        {"second_moment": "full", "full_rank_budget": 0.0},
+        {"method": "adamw", "second_moment": "full"},
         {"probes": 0, "residual": "none", "energy_estimate": "in_sample"},
         {"residual": "none", "energy_estimate": "out_of_sample"},
         {"rank_budget": 0.5, "energy_estimate": "out_of_sample"},
@@ -184,7 +192,7 @@ _RANDOM = {"range_finder": "random", "rank": 8}
         ({"rank": 8, "rank_candidates": [8], "energy_threshold": 0.9}, {"rank": "auto"}),
         ({"rank": 8, "rank_budget": 0.5}, {"rank": "auto"}),
         (
-            {"projection": "two_sided", "full_rank_budget": 0.1, "rank_budget": None},
+            {**LOW, "projection": "two_sided", "full_rank_budget": 0.1, "rank_budget": None},
             {"projection": "right"},
         ),
         ({"residual": "full", "probes": 4}, {"residual": "probe"}),

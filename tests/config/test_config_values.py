@@ -8,6 +8,8 @@ from pydantic import ValidationError
 
 from hmt_deepspeed.config import HMTConfig, describe_fields
 
+LOW = {"method": "lowrank_adamw"}
+
 # --- accepted ---------------------------------------------------------------------------------
 
 
@@ -25,16 +27,17 @@ def test_defaults(block):
         ({"method": "apollo"}, "method", "apollo"),
         ({"method": "apollo_mini", "rank": 1}, "rank", 1),
         ({"method": "apollo", "projected_backward": False}, "projected_backward", False),
-        *[({"projection": v}, "projection", v) for v in ("right", "left", "auto", "two_sided")],
+        *[({"projection": v}, "projection", v) for v in ("right", "left", "auto")],
+        ({**LOW, "projection": "two_sided"}, "projection", "two_sided"),
         *[({"range_finder": v}, "range_finder", v) for v in ("randomized", "subspace", "svd")],
         ({"range_finder": "random", "rank": 8}, "range_finder", "random"),
         *[({"state_dtype": v}, "state_dtype", v) for v in ("fp32", "bf16", "int8")],
-        ({"second_moment": "factored"}, "second_moment", "factored"),
+        ({**LOW, "second_moment": "factored"}, "second_moment", "factored"),
         ({"residual": "full"}, "residual", "full"),
         ({"rank_budget": 1}, "rank_budget", 1.0),
         ({"rank_budget": 1e-3}, "rank_budget", 1e-3),
         ({"rank_budget": "auto"}, "rank_budget", "auto"),
-        ({"full_rank_budget": 1, "rank_budget": None}, "full_rank_budget", 1.0),
+        ({**LOW, "full_rank_budget": 1, "rank_budget": None}, "full_rank_budget", 1.0),
         ({"energy_estimate": "out_of_sample"}, "energy_estimate", "out_of_sample"),
         ({"share_basis": True}, "share_basis", True),
         ({"rank": 1}, "rank", 1),
@@ -193,7 +196,7 @@ def test_bad_list_element_is_named_by_its_index(key, value, index, element):
         ({"rank": 4, "method": "apollo_mini"}, ".rank", '"apollo_mini" is rank 1'),
         ({"projection": "left", "method": "apollo"}, ".projection", "It means nothing"),
         (
-            {"rank": "full"},
+            {"rank": "full", **LOW},
             ".rank",
             'set "method": "muon". AdamW of whole matrices is "method": "adamw"',
         ),

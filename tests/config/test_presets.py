@@ -46,6 +46,7 @@ def test_fields_beside_a_preset_win_and_the_run_says_so() -> None:
         # a fixed rank has no candidates to choose from
         ("paper", {"rank": 64}, {"rank_candidates": "auto", "energy_threshold": 0.8}),
         ("paper", {"second_moment": "factored"}, {"projection": "right"}),
+        ("paper", {"method": "muon"}, {"projection": "right"}),
         ("memory", {"method": "adamw"}, {"rank": "auto", "target_modules": None}),
         ("memory", {"rank_budget": 0.1}, {"rank": "auto", "rank_budget": 0.1}),
     ],

@@ -24,7 +24,7 @@ from hmt_deepspeed.zero.offload.cpu_adam import CpuAdam
 
 VOCABULARY, TOKENS = 32000, 64
 LINEARS = 7  # of a layer
-RANK = {"rank": 128}
+RANK = {"method": "lowrank_adamw", "rank": 128}
 
 # Fields of hmt.optimizer by name of the mode.
 MODES: dict[str, dict[str, Any]] = {
@@ -164,7 +164,8 @@ def fields_of(case: Case) -> dict[str, Any]:
         return fields
     fields = {"update_interval": 2 * LINEARS * case.layers, **fields}
     from_gradients = (
-        fields.get("method") in (None, "muon") and fields.get("range_finder") != "random"
+        fields.get("method") in (None, "muon", "lowrank_adamw")
+        and fields.get("range_finder") != "random"
     )
     return {"max_full_gradient_bytes": 2**50, **fields} if from_gradients else fields
 

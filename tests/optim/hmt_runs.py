@@ -3,6 +3,7 @@
 import io
 
 import torch
+from low_rank_adamw import LOW_RANK_ADAMW
 from torch import nn
 
 from hmt_deepspeed.optim.decisions.policy import build_policy
@@ -91,5 +92,5 @@ def policy_like(optimizer):
 
 
 def settings_of(**fields):
-    """Settings of one matrix from fields of ``hmt.optimizer``."""
-    return matrix_settings(complete_options(fields))
+    """Settings of one matrix from fields of ``hmt.optimizer``; low-rank AdamW's where they name no method."""
+    return matrix_settings(complete_options({**LOW_RANK_ADAMW, **fields}))

@@ -4,9 +4,8 @@ import torch
 from hmt_runs import (
     PAPERS_RULE,
 )
+from low_rank_adamw import low_rank_adamw
 from torch import nn
-
-from hmt_deepspeed.optim.hmt import HMT
 
 SHAPE = (48, 64)
 CANDIDATES = (4, 8, 16, 32)
@@ -76,7 +75,7 @@ def heterogeneous():
 def construct(sources, **options):
     weights = [nn.Parameter(torch.zeros(s.shape)) for s in sources]
     given = {**PAPERS_RULE, "rank_candidates": CANDIDATES, **options}
-    return weights, HMT(weights, lr=1e-3, **given)
+    return weights, low_rank_adamw(weights, lr=1e-3, **given)
 
 
 def train(weights, optimizer, sources, steps):

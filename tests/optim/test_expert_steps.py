@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from low_rank_adamw import low_rank_adamw
 from torch import Tensor, nn
 
 from hmt_deepspeed.optim.decisions.policy import build_policy
@@ -66,7 +67,7 @@ def refreshed_at_once(schedule: RefreshSchedule, index: int, step: int) -> None:
 def together(weight: Tensor, options: dict[str, Any]) -> tuple[HMT, list[nn.Parameter]]:
     """One parameter of all experts."""
     param = nn.Parameter(weight.clone())
-    optimizer = HMT([("w", param)], target_modules=["w"], **options)
+    optimizer = low_rank_adamw([("w", param)], target_modules=["w"], **options)
     return optimizer, [param]
 
 
@@ -75,7 +76,7 @@ def apart(weight: Tensor, options: dict[str, Any]) -> tuple[HMT, list[nn.Paramet
     params = [nn.Parameter(one.clone()) for one in weight]
     shares = options.pop("expert_basis", "shared") == "shared" and "method" not in options
     names = ["w" if shares and not place else f"w[{place}]" for place in range(E)]
-    optimizer = HMT(list(zip(names, params, strict=True)), **options)
+    optimizer = low_rank_adamw(list(zip(names, params, strict=True)), **options)
     optimizer.describe()  # builds
     bases, matrices = optimizer._bases, list(optimizer.matrices.values())
     schedule = bases.schedule

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from low_rank_adamw import low_rank_adamw
 from torch import Tensor, nn
 from trained_mixtures import BASES, FAMILIES, mixture
 
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.low_rank import LowRankStack
 from hmt_deepspeed.optim.rules.probes import ProbeDraws
 from hmt_deepspeed.optim.rules.projected import ProjectedMatrix
@@ -50,7 +50,7 @@ def test_an_expert_s_own_basis_has_at_most_as_many_columns_as_it_has_tokens(
     runs = []
     for order in ([0, 1, 2], [2, 0, 1]):
         model: Any = mixture(family)
-        optimizer = HMT(
+        optimizer = low_rank_adamw(
             model, **OPTIONS, expert_basis="own", range_finder=finder, update_interval=1
         )
         counts = tokens_of_experts(model)
@@ -81,7 +81,9 @@ def test_an_expert_s_own_basis_has_at_most_as_many_columns_as_it_has_tokens(
 def test_matrices_of_more_columns_than_tokens_train(dtype: torch.dtype, basis: str) -> None:
     """Attention's, and a basis that experts share: no step is longer than Adam's, and the loss falls."""
     model = mixture("mixtral", dtype)
-    optimizer = HMT(model, **OPTIONS, expert_basis=basis, update_interval=3, weight_decay=0.0)
+    optimizer = low_rank_adamw(
+        model, **OPTIONS, expert_basis=basis, update_interval=3, weight_decay=0.0
+    )
     losses = []
     for step in range(9):
         before = {name: w.detach().float() for name, w in model.named_parameters()}
@@ -105,7 +107,7 @@ def test_the_norm_of_experts_is_known_however_few_columns_their_bases_have() -> 
     experts, (m, n), kept = 4, (24, 40), (16, 12, 3, 0)
     weight = nn.Parameter(torch.randn(experts, m, n))
     options: dict[str, Any] = {"rank": RANK, "expert_basis": "own", "probes": 8}
-    optimizer = HMT([("w", weight)], target_modules=["w"], projection="right", **options)
+    optimizer = low_rank_adamw([("w", weight)], target_modules=["w"], projection="right", **options)
     optimizer.describe()
     (matrix,) = optimizer.matrices.values()
     assert isinstance(matrix, ProjectedMatrix)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from galore_torch import GaLoreAdamW
 from hmt_runs import OPTIONS, assert_same_weights, batches, movement, network, refreshes, train
+from low_rank_adamw import low_rank_adamw
 from torch import nn
-
-from hmt_deepspeed.optim.hmt import HMT
 
 # -- equivalences ---------------------------------------------------------------------------------
 
@@ -17,8 +16,8 @@ from hmt_deepspeed.optim.hmt import HMT
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 def test_projected_backward_on_is_off(max_norm):
     on, off = network(), network()
-    train(on, HMT(on, **OPTIONS), batches(20), max_norm=max_norm)
-    off_optimizer = HMT(off, projected_backward=False, **OPTIONS)
+    train(on, low_rank_adamw(on, **OPTIONS), batches(20), max_norm=max_norm)
+    off_optimizer = low_rank_adamw(off, projected_backward=False, **OPTIONS)
     train(off, off_optimizer, batches(20), max_norm=max_norm)
     # The order of summation is all that differs; Adam's sign-like first steps amplify it a little.
     assert_same_weights(on, off, 1e-4)
@@ -28,8 +27,8 @@ def test_projected_backward_on_is_off(max_norm):
 def test_module_is_named_parameters():
     """The patched way and the p.grad way of two users who pass different things."""
     first, second = network(), network()
-    train(first, HMT(first, **OPTIONS), batches(10))
-    train(second, HMT(second.named_parameters(), **OPTIONS), batches(10))
+    train(first, low_rank_adamw(first, **OPTIONS), batches(10))
+    train(second, low_rank_adamw(second.named_parameters(), **OPTIONS), batches(10))
     assert_same_weights(first, second, 1e-4)
 
 
@@ -38,14 +37,14 @@ def test_module_is_named_parameters():
 def test_accumulation(projected_backward, max_norm):
     whole, parts = network(), network()
     for model, micro_batches in ((whole, 1), (parts, 4)):
-        optimizer = HMT(model, projected_backward=projected_backward, **OPTIONS)
+        optimizer = low_rank_adamw(model, projected_backward=projected_backward, **OPTIONS)
         train(model, optimizer, batches(15), micro_batches, max_norm)
     assert_same_weights(whole, parts, 1e-4)
 
 
 def test_projection_is_constant_over_a_window():
     model = network()
-    optimizer = HMT(model, **OPTIONS)
+    optimizer = low_rank_adamw(model, **OPTIONS)
     data = list(batches(4))
     train(model, optimizer, data[:3])
     site = next(s for s in optimizer._patches.projected.values() if s.projection is not None)
@@ -63,7 +62,7 @@ def test_projection_is_constant_over_a_window():
 def test_method_adamw_is_torchs():
     ours, theirs = network(), network()
     hyper = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
-    train(ours, HMT(ours.parameters(), method="adamw", **hyper), batches(20))
+    train(ours, low_rank_adamw(ours.parameters(), method="adamw", **hyper), batches(20))
     train(theirs, torch.optim.AdamW(theirs.parameters(), **hyper), batches(20))
     assert_same_weights(ours, theirs, 1e-5)  # fused and unfused kernels round differently
 
@@ -76,7 +75,7 @@ def test_a_weight_that_is_stored_transposed_takes_the_same_step():
         assert not transposed.is_contiguous()
         options = {} if method == "adamw" else {"rank": 2}
         for weight in (plain, transposed):
-            optimizer = HMT([weight], method=method, **hyper, **options)
+            optimizer = low_rank_adamw([weight], method=method, **hyper, **options)
             draw = torch.Generator().manual_seed(0)
             for _ in range(5):
                 weight.grad = torch.empty_like(weight).copy_(torch.randn(6, 4, generator=draw))
@@ -101,7 +100,7 @@ def test_fixed_basis_is_galores():
         [{"params": [theirs], **galore}], lr=1e-2, eps=1e-12, no_deprecation_warning=True
     )
     options = {"rank": rank, "scale": 0.25, "residual": "none", "update_interval": 10**6}
-    optimizer = HMT([ours], lr=1e-2, eps=1e-12, range_finder="svd", **options)
+    optimizer = low_rank_adamw([ours], lr=1e-2, eps=1e-12, range_finder="svd", **options)
     for gradient in gradients:
         theirs.grad, ours.grad = gradient.clone(), gradient.clone()
         reference.step()
@@ -116,7 +115,9 @@ def test_fixed_basis_is_galores():
 @pytest.mark.parametrize("residual", ["probe", "none"])
 def test_learns(residual):
     model = network()
-    optimizer = HMT(model, lr=2e-2, rank=8, update_interval=20, scale=1.0, residual=residual)
+    optimizer = low_rank_adamw(
+        model, lr=2e-2, rank=8, update_interval=20, scale=1.0, residual=residual
+    )
     losses = train(model, optimizer, batches(300, size=64))
     assert sum(losses[-10:]) < 0.1 * sum(losses[:10])
 
@@ -125,7 +126,7 @@ def test_residual_moves_the_weight_outside_the_basis():
     outside = {}
     for residual in ("probe", "none"):
         weight = nn.Parameter(torch.zeros(16, 32))
-        optimizer = HMT([weight], rank=4, residual=residual)
+        optimizer = low_rank_adamw([weight], rank=4, residual=residual)
         weight.grad = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
         optimizer.step()
         basis = optimizer.state_dict()["state"][0]["basis"]
@@ -136,7 +137,7 @@ def test_residual_moves_the_weight_outside_the_basis():
 
 def test_weight_gradients_are_formed_only_for_a_refresh():
     model = network()
-    optimizer = HMT(model, **OPTIONS)
+    optimizer = low_rank_adamw(model, **OPTIONS)
     formed = []
     for x, y in batches(20):
         optimizer.zero_grad()
@@ -152,7 +153,7 @@ def test_weight_gradients_are_formed_only_for_a_refresh():
 
 def test_first_refresh_under_a_larger_budget_takes_all():
     model = network()
-    HMT(model, max_full_gradient_bytes=10**6, **OPTIONS)
+    low_rank_adamw(model, max_full_gradient_bytes=10**6, **OPTIONS)
     x, y = next(iter(batches(1)))
     (model(x) - y).square().mean().backward()
     assert all(model[i].weight.grad is not None for i in (0, 2, 4))
@@ -162,7 +163,9 @@ def test_rank_follows_the_energy():
     """Gradients of rank 3 need rank 4 of the candidates; of full rank, the largest."""
     generator = torch.Generator().manual_seed(0)
     thin, full = nn.Parameter(torch.zeros(32, 48)), nn.Parameter(torch.zeros(32, 48))
-    optimizer = HMT([thin, full], rank_candidates=(2, 4, 16), max_full_gradient_bytes=10**6)
+    optimizer = low_rank_adamw(
+        [thin, full], rank_candidates=(2, 4, 16), max_full_gradient_bytes=10**6
+    )
     thin.grad = torch.randn(32, 3, generator=generator) @ torch.randn(3, 48, generator=generator)
     full.grad = torch.randn(32, 48, generator=generator)
     optimizer.step()
@@ -171,7 +174,7 @@ def test_rank_follows_the_energy():
 
 def test_clipping_by_the_estimated_norm():
     model = network()
-    optimizer = HMT(model, projected_backward=False, **OPTIONS)
+    optimizer = low_rank_adamw(model, projected_backward=False, **OPTIONS)
     true, estimated = [], []
     for x, y in batches(30):
         optimizer.zero_grad()
@@ -191,7 +194,7 @@ def test_clipping_by_the_estimated_norm():
 
 def test_clipping_leaves_small_gradients_and_refuses_nonsense():
     weight = nn.Parameter(torch.zeros(3))
-    optimizer = HMT([weight])
+    optimizer = low_rank_adamw([weight])
     assert optimizer.clip_grad_norm_(1.0) == 0
     weight.grad = torch.tensor([3.0, 0.0, 4.0])
     torch.testing.assert_close(optimizer.clip_grad_norm_(6.0), torch.tensor(5.0))
@@ -204,7 +207,7 @@ def test_the_norm_that_ranks_are_predicted_by_is_that_before_clipping():
     norms = []
     for max_norms in ((), (0.05,), (0.5, 0.05)):
         model = network()
-        optimizer = HMT(
+        optimizer = low_rank_adamw(
             model, **{**OPTIONS, "lr": 0.0}
         )  # weights stay: all three see the same gradients
         for x, y in batches(6):
@@ -224,7 +227,9 @@ def test_the_norm_that_ranks_are_predicted_by_is_that_before_clipping():
 
 def test_parameter_without_gradient_is_skipped():
     used, unused = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
-    optimizer = HMT([used, unused], rank=2, weight_decay=0.5, max_full_gradient_bytes=10**6)
+    optimizer = low_rank_adamw(
+        [used, unused], rank=2, weight_decay=0.5, max_full_gradient_bytes=10**6
+    )
     used.grad = torch.randn(8, 8)
     optimizer.step()
     assert torch.equal(unused, torch.ones(8, 8))
@@ -238,7 +243,7 @@ def test_parameter_without_gradient_is_skipped():
 @pytest.mark.parametrize("bad", [inf, float("nan"), 0.0])
 def test_bad_gradient_keeps_the_old_basis(bad):
     weight = nn.Parameter(torch.ones(8, 12))
-    optimizer = HMT([weight], rank=2, update_interval=1)
+    optimizer = low_rank_adamw([weight], rank=2, update_interval=1)
     weight.grad = torch.randn(8, 12)
     optimizer.step()
     matrix = optimizer.matrices["param_0"]
@@ -255,7 +260,7 @@ def test_bad_gradient_keeps_the_old_basis(bad):
 @pytest.mark.parametrize("who", ["optimizer", "model", "layers"])
 def test_zero_grad_drops_projected_gradients(who):
     first, second = network(), network()
-    optimizers = [HMT(model, **OPTIONS) for model in (first, second)]
+    optimizers = [low_rank_adamw(model, **OPTIONS) for model in (first, second)]
     dropping = {"optimizer": optimizers[:1], "model": [first], "layers": list(first)}
     for x, y in batches(6):
         (first(3 * x) - y).square().mean().backward()  # thought better of it
@@ -272,7 +277,7 @@ def test_a_batch_that_is_skipped_leaves_nothing_to_the_next():
     """Of an infinite norm clipping makes a factor of zero and gradients of nan."""
     once = {**OPTIONS, "update_interval": 100, "max_full_gradient_bytes": 10**6}
     first, second = network(), network()
-    optimizers = [HMT(model, **once) for model in (first, second)]
+    optimizers = [low_rank_adamw(model, **once) for model in (first, second)]
     (bad, _), *data = batches(4)
     for model, optimizer in zip((first, second), optimizers, strict=True):
         for step, (x, y) in enumerate(data):
@@ -291,7 +296,9 @@ def test_a_batch_that_is_skipped_leaves_nothing_to_the_next():
 
 def test_a_copy_of_a_patched_model_drops_its_own_gradients_only():
     model = network()
-    optimizer = HMT(model, **{**OPTIONS, "update_interval": 100, "max_full_gradient_bytes": 10**6})
+    optimizer = low_rank_adamw(
+        model, **{**OPTIONS, "update_interval": 100, "max_full_gradient_bytes": 10**6}
+    )
     data = list(batches(2))
     train(model, optimizer, data)
     copied, (x, y) = copy.deepcopy(model), data[0]
@@ -302,13 +309,13 @@ def test_a_copy_of_a_patched_model_drops_its_own_gradients_only():
     assert all(site.pending is not None for site in optimizer._patches.projected.values())
     optimizer.close()
     assert "zero_grad" not in vars(model)
-    HMT(model, **OPTIONS)
+    low_rank_adamw(model, **OPTIONS)
     assert "zero_grad" not in vars(model)  # its optimizer is gone
 
 
 def test_closure():
     first, second = network(), network()
-    optimizers = [HMT(model, **OPTIONS) for model in (first, second)]
+    optimizers = [low_rank_adamw(model, **OPTIONS) for model in (first, second)]
     for x, y in batches(6):
         train(first, optimizers[0], [(x, y)])
 
@@ -325,7 +332,7 @@ def test_closure():
 def test_groups_have_their_own_hyperparameters():
     slow, fast, frozen = (nn.Parameter(torch.ones(8, 8)) for _ in range(3))
     frozen.requires_grad_(False)
-    optimizer = HMT(
+    optimizer = low_rank_adamw(
         [{"params": [slow], "lr": 1e-4}, {"params": [fast, frozen], "weight_decay": 0.5}],
         lr=1e-2,
         rank=2,
@@ -341,7 +348,7 @@ def test_groups_have_their_own_hyperparameters():
 
 def test_add_param_group_while_training():
     weight, late = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
-    optimizer = HMT([weight], rank=2)
+    optimizer = low_rank_adamw([weight], rank=2)
     weight.grad = torch.randn(8, 8)
     optimizer.step()
     optimizer.add_param_group({"params": [late], "lr": 1e-1})
@@ -355,7 +362,7 @@ def test_scheduler_and_grad_accumulated_in_a_tied_use():
     """A linear's weight that is also used elsewhere: both parts of its gradient arrive."""
     on, off = network(), network()
     for model, projected_backward in ((on, "auto"), (off, False)):
-        optimizer = HMT(model, projected_backward=projected_backward, **OPTIONS)
+        optimizer = low_rank_adamw(model, projected_backward=projected_backward, **OPTIONS)
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         for x, y in batches(8):
             optimizer.zero_grad()

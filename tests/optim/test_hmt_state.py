@@ -13,17 +13,16 @@ from hmt_runs import (
     through_a_file,
     train,
 )
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-
-from hmt_deepspeed.optim.hmt import HMT
 
 # -- 16-bit weights -------------------------------------------------------------------------------
 
 
 def test_master_keeps_updates_below_the_spacing():
     weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-    optimizer = HMT([weight], lr=1e-4, method="adamw")
+    optimizer = low_rank_adamw([weight], lr=1e-4, method="adamw")
     for _ in range(100):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -40,7 +39,7 @@ def test_none_mode_drifts_as_fp32_does(method):
     for dtype, masters in ((torch.float32, "fp32"), (torch.bfloat16, "none")):
         weight = nn.Parameter(torch.full((m, n), 1.5, dtype=dtype))
         rule = {} if method == "adamw" else {"rank": 1, "residual": "none", "scale": 7.0}
-        optimizer = HMT([weight], lr=2e-4, method=method, master_weights=masters, **rule)
+        optimizer = low_rank_adamw([weight], lr=2e-4, method=method, master_weights=masters, **rule)
         for _ in range(steps):
             weight.grad = gradient.to(dtype)
             optimizer.step()
@@ -60,7 +59,9 @@ def test_bf16_learns(masters, contiguous):
     model = network(dtype=torch.bfloat16)
     if not contiguous:
         model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
-    optimizer = HMT(model, lr=1e-2, rank=8, update_interval=10, scale=1.0, master_weights=masters)
+    optimizer = low_rank_adamw(
+        model, lr=1e-2, rank=8, update_interval=10, scale=1.0, master_weights=masters
+    )
     losses = train(model, optimizer, batches(150, size=64, dtype=torch.bfloat16))
     assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
 
@@ -83,7 +84,7 @@ def test_bf16_learns(masters, contiguous):
 def test_resume_is_bit_exact(given, dtype, masters):
     def construct(model):
         params = {"module": model, "named": model.named_parameters(), "tensors": model.parameters()}
-        return HMT(
+        return low_rank_adamw(
             params[given],
             lr=1e-2,
             weight_decay=0.1,
@@ -172,7 +173,7 @@ def test_every_mode_resumes_bit_exactly(mode, after, given):
             del fields["rank_candidates"]
         if fields.get("method") == "adamw":
             del fields["update_interval"]
-        return HMT(params, lr=1e-2, weight_decay=0.1, **fields)
+        return low_rank_adamw(params, lr=1e-2, weight_decay=0.1, **fields)
 
     data = list(batches(10))
     straight, resumed = network(), network(seed=1)
@@ -209,13 +210,13 @@ def test_resume_keeps_who_shares_a_product():
     """One wide product and three narrow ones may differ in the last bit."""
     data = list(batches(12))
     straight, resumed = Sharing(), Sharing()
-    optimizer = HMT(straight, **OPTIONS)
+    optimizer = low_rank_adamw(straight, **OPTIONS)
     train(straight, optimizer, data[:6])
     saved = through_a_file(optimizer.state_dict())
     assert saved["hmt"]["groups"] == [["q.weight", "k.weight", "v.weight"]]
     resumed.load_state_dict(straight.state_dict())
     train(straight, optimizer, data[6:])
-    fresh = HMT(resumed, **OPTIONS)
+    fresh = low_rank_adamw(resumed, **OPTIONS)
     fresh.load_state_dict(saved)
     assert fresh.state_dict()["hmt"]["groups"] == saved["hmt"]["groups"]
     train(resumed, fresh, data[6:])
@@ -224,7 +225,7 @@ def test_resume_keeps_who_shares_a_product():
 
 def test_saving_does_not_disturb():
     first, second = network(), network()
-    optimizers = [HMT(model, **OPTIONS) for model in (first, second)]
+    optimizers = [low_rank_adamw(model, **OPTIONS) for model in (first, second)]
     for batch in batches(8):
         train(first, optimizers[0], [batch])
         train(second, optimizers[1], [batch])
@@ -235,25 +236,25 @@ def test_saving_does_not_disturb():
 
 def test_loading_before_the_first_and_after_some_steps():
     model = network()
-    optimizer = HMT(model.named_parameters(), **OPTIONS)
+    optimizer = low_rank_adamw(model.named_parameters(), **OPTIONS)
     start = through_a_file(optimizer.state_dict())
     train(model, optimizer, batches(5))
     again = network()
-    optimizer_again = HMT(again.named_parameters(), **OPTIONS)
+    optimizer_again = low_rank_adamw(again.named_parameters(), **OPTIONS)
     train(again, optimizer_again, batches(5))
     for m, o in ((model, optimizer), (again, optimizer_again)):
         m.load_state_dict(network().state_dict())
         o.load_state_dict(start)
         train(m, o, batches(5))
     fresh = network()
-    train(fresh, HMT(fresh.named_parameters(), **OPTIONS), batches(5))
+    train(fresh, low_rank_adamw(fresh.named_parameters(), **OPTIONS), batches(5))
     assert_same_weights(model, fresh)
     assert_same_weights(again, fresh)
 
 
 def test_a_numpy_schedule_leaves_the_state_plain():
     model = network()
-    optimizer = HMT(model.named_parameters(), **OPTIONS)
+    optimizer = low_rank_adamw(model.named_parameters(), **OPTIONS)
     schedule = LambdaLR(optimizer, lambda step: np.cos(step / 10))
     train(model, optimizer, batches(2))
     schedule.step()
@@ -263,12 +264,12 @@ def test_a_numpy_schedule_leaves_the_state_plain():
 
 def test_foreign_states_are_refused():
     model = network()
-    optimizer = HMT(model.named_parameters(), **OPTIONS)
+    optimizer = low_rank_adamw(model.named_parameters(), **OPTIONS)
     with pytest.raises(ValueError, match="no 'hmt' entry"):
         optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
     train(model, optimizer, batches(1))
     with pytest.raises(ValueError, match="param_0"):
-        HMT(network().parameters(), **OPTIONS).load_state_dict(optimizer.state_dict())
-    dense = HMT(network().named_parameters(), method="adamw")
+        low_rank_adamw(network().parameters(), **OPTIONS).load_state_dict(optimizer.state_dict())
+    dense = low_rank_adamw(network().named_parameters(), method="adamw")
     with pytest.raises(ValueError, match=r"0\.weight: the state dict has lowrank_adamw"):
         dense.load_state_dict(optimizer.state_dict())

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from expert_modules import E, experts, inputs, routes
+from low_rank_adamw import low_rank_adamw
 from torch import Tensor, nn
 from trained_mixtures import OPTIONS, batch, mixture, train
 
 from hmt_deepspeed.optim.backward import int8_linear
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, encoded_weights
-from hmt_deepspeed.optim.hmt import HMT
 
 FAMILIES = ["qwen3", "gpt_oss"]  # gpt_oss: transposed, with biases
 INT8 = {**OPTIONS, "weight_dtype": "int8"}
@@ -57,7 +57,7 @@ def test_it_trains_as_in_the_model_s_dtype(family: str, basis: str, dtype: torch
     losses = []
     for options in (INT8, OPTIONS):
         model = mixture(family, dtype)
-        optimizer = HMT(model, **options, expert_basis=basis)
+        optimizer = low_rank_adamw(model, **options, expert_basis=basis)
         assert len(of_experts(model)) == (4 if options is INT8 else 0)
         losses.append(train(model, optimizer, range(10), micro_batches=2))
         optimizer.close()
@@ -76,7 +76,7 @@ def test_rounded_to_nearest_experts_stall(monkeypatch: pytest.MonkeyPatch) -> No
         if nearest:
             monkeypatch.setattr(int8_linear, "int8_low_rank_updates_", to_nearest)
         model = mixture("qwen3")
-        optimizer = HMT(model, **INT8 | {"lr": 1e-5, "weight_decay": 0.0})
+        optimizer = low_rank_adamw(model, **INT8 | {"lr": 1e-5, "weight_decay": 0.0})
         before = {name: one.codes.clone() for name, one in of_experts(model).items()}
         train(model, optimizer, range(4))
         now = of_experts(model)
@@ -102,7 +102,7 @@ def test_an_expert_without_tokens_stays_bit_for_bit(kind: dict[str, Any], case: 
     module = experts(torch.float32, "grouped_mm", **kind)
     options = {"lr": 1e-2, "weight_decay": 0.1, "rank": 4, "update_interval": 3, **STEPS[case]}
     options |= {"max_full_gradient_bytes": 2**30, "weight_dtype": "int8"}
-    optimizer = HMT(module, **options)
+    optimizer = low_rank_adamw(module, **options)
     rare, others = 2, [0, 1, 3, 4]
     for step in range(5):
         before = copy.deepcopy(encoded_weights(module))
@@ -131,12 +131,12 @@ def test_an_expert_without_tokens_stays_bit_for_bit(kind: dict[str, Any], case: 
 )
 def test_it_resumes_bit_for_bit(family: str, basis: str) -> None:
     model = mixture(family, torch.bfloat16)
-    optimizer = HMT(model, **INT8, expert_basis=basis)
+    optimizer = low_rank_adamw(model, **INT8, expert_basis=basis)
     train(model, optimizer, range(5))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     assert not any("master" in state for state in saved[1]["state"].values() if "codes" in state)
     other = mixture(family, torch.bfloat16)
-    resumed = HMT(other, **INT8, expert_basis=basis)
+    resumed = low_rank_adamw(other, **INT8, expert_basis=basis)
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     assert train(model, optimizer, range(5, 10)) == train(other, resumed, range(5, 10))
@@ -149,7 +149,7 @@ def test_it_resumes_bit_for_bit(family: str, basis: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_state_dicts_and_saved_models_hold_decoded_weights(family: str, tmp_path: Path) -> None:
     model: Any = mixture(family, torch.bfloat16)
-    optimizer = HMT(model, **INT8)
+    optimizer = low_rank_adamw(model, **INT8)
     train(model, optimizer, range(3))
     expected = {name: weight.decode() for name, weight in weights_of(model).items()}
     state = model.state_dict()
@@ -166,7 +166,7 @@ def test_state_dicts_and_saved_models_hold_decoded_weights(family: str, tmp_path
     found = model.generate(tokens, max_new_tokens=3, do_sample=False)
     assert found.shape == (4, 7)
     other = mixture(family, torch.bfloat16)
-    kept = HMT(other, **INT8)
+    kept = low_rank_adamw(other, **INT8)
     other.load_state_dict(state)
     for name, weight in of_experts(other).items():
         assert other.get_parameter(name).isnan().all()
@@ -180,7 +180,7 @@ def test_state_dicts_and_saved_models_hold_decoded_weights(family: str, tmp_path
 )
 def test_the_end_restores_real_weights(family: str, how: str) -> None:
     model = mixture(family, torch.bfloat16)
-    optimizer = HMT(model, **INT8)
+    optimizer = low_rank_adamw(model, **INT8)
     train(model, optimizer, range(2))
     expected = {name: weight.decode() for name, weight in weights_of(model).items()}
     if how == "close":
@@ -189,13 +189,13 @@ def test_the_end_restores_real_weights(family: str, how: str) -> None:
         del optimizer
         gc.collect()
     elif how == "next optimizer":
-        HMT(model, **OPTIONS).close()
+        low_rank_adamw(model, **OPTIONS).close()
     else:
         clone, before = copy.deepcopy(model), logits(model)
         train(model, optimizer, range(2, 4))
         torch.testing.assert_close(logits(clone), before, rtol=2**-5, atol=2**-5)
         model = clone
-        HMT(model, **OPTIONS).close()
+        low_rank_adamw(model, **OPTIONS).close()
     for name, value in expected.items():
         weight = model.get_parameter(name)
         assert torch.equal(weight, value), name
@@ -209,7 +209,7 @@ def test_the_end_restores_real_weights(family: str, how: str) -> None:
 def test_masters_of_experts_are_not_counted() -> None:
     found = []
     for options in (OPTIONS, INT8):
-        rows = HMT(mixture("qwen3", torch.bfloat16), **options).describe()
+        rows = low_rank_adamw(mixture("qwen3", torch.bfloat16), **options).describe()
         found.append({row.name: row.state_bytes for row in rows})
     model = mixture("qwen3")
     for name, size in found[0].items():

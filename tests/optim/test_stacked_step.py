@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from hmt_runs import OPTIONS, PAPERS_RULE, batches
+from low_rank_adamw import low_rank_adamw
 from torch import Tensor, nn
 
 from hmt_deepspeed.optim import stacked_step
 from hmt_deepspeed.optim.backward.int8_linear import encoded_weight
-from hmt_deepspeed.optim.hmt import HMT
 
 SHAPES = [(24, 32)] * 4 + [(32, 24), (24, 32), (7,), (24,)]
 ABSENT = 2  # has no gradient in some steps
@@ -58,7 +58,7 @@ def trained(apart: bool, dtype: torch.dtype, options: dict[str, Any]) -> dict[st
     fields = {"lr": 1e-2, "weight_decay": 0.1, **options}
     if fields.get("method") != "adamw":
         fields["update_interval"] = 3
-    optimizer = HMT(groups, **fields)
+    optimizer = low_rank_adamw(groups, **fields)
     ranks, shared = [], set()
     for step in range(10):
         for param, gradient in zip(params, gradients(step), strict=True):
@@ -125,7 +125,7 @@ def test_int8_weights_step_in_stacks_as_alone(
         monkeypatch.setattr(stacked_step, "MOST_ALIVE", most)
         torch.manual_seed(3)
         model = nn.Sequential(*[nn.Linear(24, 24) for _ in range(3)], nn.Linear(24, 40))
-        optimizer = HMT(model, weight_dtype="int8", **OPTIONS, **options)
+        optimizer = low_rank_adamw(model, weight_dtype="int8", **OPTIONS, **options)
         for x, _ in batches(10):
             optimizer.zero_grad()
             (model(x) - 0.3).square().mean().backward()

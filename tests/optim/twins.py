@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from hmt_simple import SimpleHMT
+from low_rank_adamw import low_rank_adamw
 from torch import Tensor, nn
 
 from hmt_deepspeed.kernels.noise import Stream, base_keys, normals, step_keys
 from hmt_deepspeed.optim.bases.basis import keyed_generator
-from hmt_deepspeed.optim.hmt import HMT
 
 TALL, WIDE = (32, 24), (24, 32)
 STEPS = 14
@@ -59,7 +59,7 @@ def assert_same_steps(shape: tuple[int, int], max_norm: float = inf, **options: 
     hyper: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, **options}
     start = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight, twins = nn.Parameter(start.clone()), start.double()
-    optimizer, twin = HMT([weight], **hyper), SimpleHMT(draw, **hyper)
+    optimizer, twin = low_rank_adamw([weight], **hyper), SimpleHMT(draw, **hyper)
     for gradient in gradients(shape):
         weight.grad, before = gradient.clone(), twins
         if max_norm < inf:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from deepspeed.utils import set_z3_leaf_modules
+from low_rank_adamw import LOW_RANK_ADAMW
 from torch import nn
 from training import (
     LOSS,
@@ -40,6 +41,7 @@ WIDTHS: dict[str, Any] = {
 # gpt-oss stores its experts transposed, and has biases
 FAMILIES = {"Mixtral": {}, "GptOss": {"layer_types": ["full_attention"] * 2}}
 OPTIONS: dict[str, Any] = {
+    **LOW_RANK_ADAMW,
     "rank": 6,
     "update_interval": 2,
     "max_full_gradient_bytes": 10**7,

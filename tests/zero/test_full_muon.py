@@ -14,7 +14,7 @@ from training import assert_same_run, tiny_llama
 
 from hmt_deepspeed.zero.optimizer.start_table import start_rows
 
-FULL: dict[str, Any] = {"method": "muon", "rank": "full", "scale": 0.3}
+FULL: dict[str, Any] = {"method": "muon", "rank": "full", "scale": 0.3, "state_dtype": "fp32"}
 SAVED, AFTER = 2, 2  # steps before and after saving
 HOST = {"offload_optimizer": {"device": "cpu"}}
 ALL_ON_HOST = {**HOST, "offload_param": {"device": "cpu"}}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
+from low_rank_adamw import low_rank_adamw
 from training import (
     LOSS,
     LOW_RANK,
@@ -28,8 +29,6 @@ from training import (
     train_step,
     weights,
 )
-
-from hmt_deepspeed.optim.hmt import HMT
 
 STEPS = 10
 
@@ -59,7 +58,7 @@ def engine_and_plain_optimizer() -> dict[str, Any]:
     engine = make_engine(ds_config(2))
     engine_losses = train(engine, STEPS)
     model = tiny_llama()
-    optimizer = HMT(model, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1, **LOW_RANK)
+    optimizer = low_rank_adamw(model, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1, **LOW_RANK)
     plain_losses = []
     for step in range(STEPS):
         loss = loss_of(model, global_batch(step))

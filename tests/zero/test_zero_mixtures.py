@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
+from low_rank_adamw import low_rank_adamw
 from mixture_runs import STEPS, alone, assert_all_same, engine_of, ran, train
 from torch import Tensor, nn
 from training import GLOBAL_BATCH, WEIGHT, ds_config, furthest, make_engine, model_weights
 
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.model.shapes import Parameter
 from hmt_deepspeed.planner.run.modes import OptimizerMode
 from hmt_deepspeed.planner.run.states import held_rows
@@ -255,7 +255,7 @@ def test_weights_that_other_code_reads(ranks: Ranks, side: str, stage: int, worl
     torch.manual_seed(0)
     model = Einsum()
     fields = {**READS, "projection": side, "max_full_gradient_bytes": 10**6}
-    optimizer = HMT(model, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1, **fields)
+    optimizer = low_rank_adamw(model, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1, **fields)
     before = model.weight.detach().clone()
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -291,7 +291,7 @@ def test_every_row_of_every_expert_has_one_holder(count: int, world: int) -> Non
     assert torch.equal(back, tall)
     kind = ExpertWeight("up", count, width, height, False, True)
     planned = Parameter("up", (count, height, width), "experts", experts=kind)
-    mode = OptimizerMode(rank=2, expert_basis="shared")
+    mode = OptimizerMode("lowrank_adamw", rank=2, expert_basis="shared")
     assert math.prod(held_rows(planned, mode, world)) == shards.max_rows
 
 

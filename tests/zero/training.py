@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from low_rank_adamw import LOW_RANK_ADAMW
 from torch import Tensor, nn
 
 import hmt_deepspeed
@@ -77,7 +78,7 @@ def tiny_mixtral(layers: int = 2, **changes: Any) -> nn.Module:
 def ds_config(
     stage: int, options: dict[str, Any] | None = None, gas: int = 1, **changes: Any
 ) -> dict[str, Any]:
-    """A DeepSpeed JSON with HMT; ``options`` replace those of ``hmt.optimizer``."""
+    """A DeepSpeed JSON with HMT; ``options`` replace those of ``hmt.optimizer``, low-rank AdamW's where they name no method."""
     micro = GLOBAL_BATCH // dist.get_world_size() // gas
     config: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH,
@@ -89,7 +90,7 @@ def ds_config(
         },
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
-        "hmt": {"optimizer": LOW_RANK if options is None else options},
+        "hmt": {"optimizer": {**LOW_RANK_ADAMW, **(LOW_RANK if options is None else options)}},
         "steps_per_print": 10**9,
     }
     zero = changes.pop("zero_optimization", {})

@@ -14,7 +14,7 @@ from torch import nn
 
 from hmt_deepspeed.optim.settings.matrix import MatrixSettings
 from hmt_deepspeed.rules import DENSE
-from hmt_deepspeed.sites import ADAPTER, LEFT_TO_ADAMW
+from hmt_deepspeed.sites import ADAPTER, EMBEDDING, LEFT_TO_ADAMW
 
 __all__ = [
     "Assignment",
@@ -72,8 +72,8 @@ class Assignment:
 
     Attributes:
         settings: of a matrix rule; None for dense AdamW, and then ``reason`` says why.
-        lr_scale: factor on the learning rate: a module rule's, else :attr:`MatrixSettings.beside_ratio`, and 1 of a
-            matrix.
+        lr_scale: factor on the learning rate: a module rule's, else :attr:`MatrixSettings.beside_ratio` or
+            :attr:`MatrixSettings.embedding_ratio`, and 1 of a matrix.
 
     A matrix rule has a 3-D weight as several matrices, :attr:`count` of :attr:`matrix_shape`.
     """
@@ -136,7 +136,7 @@ def head_weights(model: nn.Module) -> set[str]:
     """Weights of output heads, by parameter name, as far as a model of transformers, also inside another, shows them.
 
     Heads are its output embeddings, and what it has beside its base model: classifiers, scores, predictions, but
-    no stack of layers, which is a decoder rather than a head.
+    no stack of layers, which is a decoder rather than a head. An embedding that is tied to one is a head too.
     """
     heads: set[nn.Module] = set()
     for module in model.modules():
@@ -147,7 +147,9 @@ def head_weights(model: nn.Module) -> set[str]:
         base = module._modules.get(getattr(kind, "base_model_prefix", ""))
         if base is not None:
             heads.update(_beside(module, base))
-    return {name for name, linear in linear_weights(model).items() if linear in heads}
+    names = {name for name, linear in linear_weights(model).items() if linear in heads}
+    tied = tied_weights(model)
+    return names | {tied[name] for name in names & tied.keys()}
 
 
 def _beside(module: nn.Module, base: nn.Module) -> Iterator[nn.Module]:
@@ -259,8 +261,11 @@ class _Choice:
         """Assign by shape, then by the first module rule that matches, then by the target modules; of a module rule's rates
         nothing yet."""
         settings, is_vector = self.settings, _is_vector(shape) or name in self.biases
-        is_beside = _is_beside(name, shape, is_vector, self.heads)
-        scale = settings.beside_ratio if settings and is_beside else 1.0
+        scale = 1.0
+        if settings and _is_beside(name, shape, is_vector, self.heads):
+            is_matrix = len(shape) == 2 and not is_vector
+            embeds = is_matrix and name not in self.heads and re.search(EMBEDDING, name)
+            scale = settings.embedding_ratio if embeds else settings.beside_ratio
         if self.holds(name, shape):
             return self._assign_experts(name, shape)
         if len(shape) != 2:

@@ -63,8 +63,13 @@ class MatrixSettings:
 
     @property
     def beside_ratio(self) -> float:
-        """Factor on the learning rate of embeddings, heads and vectors beside the matrices."""
+        """Factor on the learning rate of heads and vectors beside the matrices."""
         return self.rule.beside_ratio if self.scale is None else 1.0
+
+    @property
+    def embedding_ratio(self) -> float:
+        """The same of embeddings that are no heads too."""
+        return self.rule.embedding_ratio if self.scale is None else 1.0
 
     @property
     def own_bases(self) -> bool:

@@ -42,9 +42,11 @@ def matrix_settings(
     ``written``: see :class:`MatrixSettings`.
     """
 
+    plain = ("projection", "state_dtype")  # of which "auto" is a value like others
+
     def value(field: str) -> Any:
         given = options[field]
-        return None if field != "projection" and given == "auto" else given
+        return None if field not in plain and given == "auto" else given
 
     if rule_of(str(options["method"])).is_dense:
         return None

@@ -44,7 +44,7 @@ BUCKET_ELEMENTS = 50_000_000  # reduce_bucket_size of the JSON that is written
 _CHECKED = 8  # the longest sequence is found to so many tokens
 _STEP_TIME = 0.5  # seconds of search for each setup
 _WORTHWHILE = 3  # times as fast, for which exactness or the size of a step is given up
-_SPARED = 1.05  # times as long, within which activations stay off the SSDs
+_SPARED = 1.05  # times as long, within which nothing is on the SSDs
 SECONDS_PER_DAY = 86400
 
 
@@ -81,7 +81,7 @@ class Answer:
             parts.append(f"{what} on {place}")
         parts.append(mode.method + (f" r={mode.rank}" if not mode.rule.is_dense else ""))
         parts += ["no masters"] * (mode.master_weights == "none")
-        parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "fp32")
+        parts += [f"{mode.state_dtype} states"] * (mode.state_dtype != "auto")
         parts += ["factored second moments"] * (mode.second_moment == "factored")
         parts += ["int8 weights"] * (mode.weight_dtype == "int8")
         return ", ".join(parts)
@@ -119,7 +119,8 @@ class Advice:
         plain: the fastest answer that fits, is exact and has the step that was asked for; a lossy policy that the request
             fixes counts as exact. None if none does.
         best: what is recommended: ``plain``, or the fastest of all where there is none, where it is three times as fast
-            or where the request asks for the fastest; where nothing fits, the one that overflows least.
+            or where the request asks for the fastest, of these one without SSDs that is hardly slower; or, where ``plain``
+            uses SSDs, the fastest that does not, if it is faster; where nothing fits, the one that overflows least.
         longest_sequence, largest_batch: of the best setup, 0 if nothing does.
         longest_in_chunks: sequence with FPDT beside the same weights and states, shared by all ranks, every
             layer's input on the device.
@@ -176,7 +177,7 @@ def advise(request: Request) -> Advice:
         answers += [_checkpointed(request, setup) for setup in stock_setups(request)]
     answers.sort(key=lambda a: (-a.tokens_per_second, sum(a.estimate.excess().values())))
     plain = next((a for a in answers if a.plan is not None and _is_plain(a, request)), None)
-    best = _recommended(answers, plain, request)
+    best = _spared(answers, _recommended(answers, plain, request), request)
     limited = _as_run(request, best)
     return Advice(
         request,
@@ -204,10 +205,35 @@ def _recommended(answers: Sequence[Answer], plain: Answer | None, request: Reque
     if request.recommend == "exact":
         return plain
     if request.recommend == "worthwhile":
-        return fastest if gains else plain
+        if gains:
+            return fastest
+        # ahead of it, and off the SSDs, which what is exact would write whole in every step
+        ahead = answers[: answers.index(plain)] if _on_ssd(plain) else ()
+        size = request.accumulation
+        spared = (a for a in ahead if a.problem.setup.accumulation == size and not _on_ssd(a))
+        return next(spared, plain)
     asked = (a for a in answers if a.problem.setup.accumulation == request.accumulation)
     best = next(asked)  # plain is one of them
     return fastest if fastest.tokens_per_second > _WORTHWHILE * best.tokens_per_second else best
+
+
+def _on_ssd(answer: Answer) -> bool:
+    return answer.estimate.peak("ssd") > 0
+
+
+def _spared(answers: Sequence[Answer], chosen: Answer, request: Request) -> Answer:
+    """What is hardly slower than the chosen one, no less plain, and keeps everything off the SSDs."""
+    if chosen.plan is None or not _on_ssd(chosen):
+        return chosen
+    size, plain = chosen.problem.setup.accumulation, _is_plain(chosen, request)
+    found = (
+        a
+        for a in answers
+        if a.plan is not None and not _on_ssd(a)
+        if a.problem.setup.accumulation == size and _is_plain(a, request) >= plain
+        if _SPARED * a.tokens_per_second >= chosen.tokens_per_second
+    )
+    return next(found, chosen)
 
 
 # Checkpointing of whole layers, as transformers does it: what enters a layer is kept. (It runs the down

@@ -93,7 +93,7 @@ def _optimizer_block(mode: OptimizerMode) -> dict[str, Any]:
     if rule.gradient != "whole" and not mode.projected_backward:
         block["projected_backward"] = False
     for field, default in (
-        ("state_dtype", "fp32"),
+        ("state_dtype", "auto"),
         ("second_moment", "full"),
         ("master_weights", "fp32"),
         ("weight_dtype", "auto"),

@@ -177,7 +177,7 @@ def host_modes(request: Request) -> Iterator[OptimizerMode]:
     """
     yield OptimizerMode(method=DENSE)
     for mode in (*request.modes, *request.lossy_modes):
-        in_fp32 = (mode.state_dtype, mode.weight_dtype) == ("fp32", "auto")
+        in_fp32 = mode.state_dtype in ("auto", "fp32") and mode.weight_dtype == "auto"
         if in_fp32 and (not mode.rule.is_dense or mode.is_lossy):
             yield mode
 

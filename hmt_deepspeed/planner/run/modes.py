@@ -89,7 +89,7 @@ class OptimizerMode:
     rank: int | float | str | None = 128
     probes: int | None = None
     residual: Residual = "probe"
-    state_dtype: StateDtype = "fp32"
+    state_dtype: StateDtype = "auto"
     second_moment: SecondMoment = "full"
     master_weights: Literal["fp32", "none"] = "fp32"
     weight_dtype: Literal["auto", "int8"] = "auto"
@@ -168,9 +168,9 @@ class OptimizerMode:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether weights or states are held with fewer bits than the method's own fp32."""
-        given = (self.master_weights, self.state_dtype, self.second_moment, self.weight_dtype)
-        return given != ("fp32", "fp32", "full", "auto")
+        """Whether weights or states are held with fewer bits than the method's own default."""
+        exact = self.state_dtype in ("auto", "fp32") and self.second_moment == "full"
+        return not exact or (self.master_weights, self.weight_dtype) != ("fp32", "auto")
 
     @property
     def finds_bases(self) -> bool:

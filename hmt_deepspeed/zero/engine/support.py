@@ -395,11 +395,11 @@ def _offload_optimizer(
     if stage == 0:
         remedy = "At stage 0 every rank would keep all states on its host: use stage 1, 2 or 3."
         yield f"{key}.device", device, '"none" at stage 0', remedy
-    if options["state_dtype"] != "fp32":
+    if options["state_dtype"] not in ("auto", "fp32"):
         yield (
             "hmt.optimizer.state_dtype",
             options["state_dtype"],
-            '"fp32" with offload_optimizer',
+            '"auto" or "fp32" with offload_optimizer',
             "The CPU Adam kernel takes fp32 moments: remove the key, or offload_optimizer.",
         )
 

@@ -222,7 +222,9 @@ def _states(param_state: ParamState, wanted: str) -> str:
     settings = param_state.assignment.settings
     told = f"{stored} states"
     told += f", {settings.rule.note}" if settings is not None and settings.rule.note else ""
-    if stored == wanted:
+    if stored == (
+        settings.rule.wanted_states(wanted) if settings else wanted.replace("auto", "fp32")
+    ):
         return told
     is_vector = len(param_state.assignment.shape) == 1
     return f"{told} ({'a vector' if is_vector else f'under {MIN_INT8_ELEMENTS} elements'})"

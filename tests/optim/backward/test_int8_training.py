@@ -6,13 +6,13 @@ import gc
 import pytest
 import torch
 from hmt_runs import OPTIONS, PAPERS_RULE, batches, network, train
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 
 from hmt_deepspeed.optim.backward import int8_linear
 from hmt_deepspeed.optim.backward.int8_linear import (
     encoded_weight,
 )
-from hmt_deepspeed.optim.hmt import HMT
 
 INT8 = {**OPTIONS, "weight_dtype": "int8"}
 
@@ -38,7 +38,7 @@ def run_500(monkeypatch, kind):
         monkeypatch.setattr(int8_linear, "int8_low_rank_updates_", rounding)
     dtype = "auto" if kind == "fp32" else "int8"
     options = {**OPTIONS, "lr": 1e-3, "update_interval": 50, "scale": 1.0, "weight_dtype": dtype}
-    optimizer = HMT(model, **options)
+    optimizer = low_rank_adamw(model, **options)
     losses = train(model, optimizer, batches(500))
     optimizer.close()
     monkeypatch.undo()
@@ -78,7 +78,7 @@ def test_every_projection_trains(projection, dtype):
     for options in (INT8, OPTIONS):
         model = network(dtype=dtype)
         options = {**options, "projection": projection, "update_interval": 20, "scale": 1.0}
-        optimizer = HMT(model, **options)
+        optimizer = low_rank_adamw(model, **options)
         final.append(train(model, optimizer, batches(40, dtype=dtype))[-1])
         optimizer.close()
     assert final[0] == pytest.approx(final[1], rel=0.1)
@@ -88,7 +88,9 @@ def test_every_projection_trains(projection, dtype):
 def test_full_rank_fallback_trains():
     options = {**INT8, **PAPERS_RULE, "energy_threshold": 1.0, "rank": "auto"}
     model = network()
-    optimizer = HMT(model, **{**options, "full_rank_budget": 1.0, "rank_candidates": [2, 4]})
+    optimizer = low_rank_adamw(
+        model, **{**options, "full_rank_budget": 1.0, "rank_candidates": [2, 4]}
+    )
     losses = train(model, optimizer, batches(60))
     assert any(matrix.projection is None for matrix in optimizer.matrices.values())
     assert losses[-1] < 0.5 * losses[0]
@@ -97,7 +99,7 @@ def test_full_rank_fallback_trains():
 def test_states_hold_no_master_and_resume_is_exact():
     data = list(batches(12, dtype=torch.bfloat16))
     model = network(dtype=torch.bfloat16)
-    optimizer = HMT(model, **INT8)
+    optimizer = low_rank_adamw(model, **INT8)
     train(model, optimizer, data[:6])
     weights, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     held = [s for s in states["state"].values() if "codes" in s]
@@ -105,7 +107,7 @@ def test_states_hold_no_master_and_resume_is_exact():
     assert not any("master" in state for state in held)
     losses = train(model, optimizer, data[6:])
     other = network(seed=8, dtype=torch.bfloat16)
-    resumed = HMT(other, **INT8)
+    resumed = low_rank_adamw(other, **INT8)
     other.load_state_dict(weights)
     resumed.load_state_dict(states)
     assert train(other, resumed, data[6:]) == losses
@@ -114,7 +116,7 @@ def test_states_hold_no_master_and_resume_is_exact():
 
 
 def test_masters_are_not_counted_where_there_are_none():
-    rows = [HMT(network(dtype=torch.bfloat16), **o).describe() for o in (OPTIONS, INT8)]
+    rows = [low_rank_adamw(network(dtype=torch.bfloat16), **o).describe() for o in (OPTIONS, INT8)]
     for with_master, without in zip(*rows, strict=True):
         same = with_master.rule == "adamw"
         assert (with_master.state_bytes == without.state_bytes) == same
@@ -125,14 +127,14 @@ def test_masters_are_not_counted_where_there_are_none():
 
 def test_state_dict_holds_decoded_weights_and_loads():
     model = network(dtype=torch.bfloat16)
-    optimizer = HMT(model, **INT8)
+    optimizer = low_rank_adamw(model, **INT8)
     train(model, optimizer, batches(3, dtype=torch.bfloat16))
     state = model.state_dict()
     plain, other = network(seed=5, dtype=torch.bfloat16), network(seed=6, dtype=torch.bfloat16)
     plain.load_state_dict(state)
     for module, weight in zip(linears(plain), decoded(model), strict=True):
         assert torch.equal(module.weight, weight)
-    kept = HMT(other, **INT8)
+    kept = low_rank_adamw(other, **INT8)
     other.load_state_dict(plain.state_dict())
     assert all(module.weight.isnan().all() for module in linears(other))
     for first, second in zip(decoded(other), decoded(model), strict=True):
@@ -149,7 +151,7 @@ def test_state_dict_holds_decoded_weights_and_loads():
 
 def test_a_copy_computes_on_codes_of_its_own():
     model = network()
-    optimizer = HMT(model, **INT8)
+    optimizer = low_rank_adamw(model, **INT8)
     clone = copy.deepcopy(model)
     x = next(iter(batches(1)))[0]
     before = model(x).detach()
@@ -164,7 +166,7 @@ def test_a_copy_computes_on_codes_of_its_own():
 @pytest.mark.parametrize("how", ["close", "drop", "next optimizer"])
 def test_the_end_restores_real_weights(how):
     model = network()
-    optimizer = HMT(model, **INT8)
+    optimizer = low_rank_adamw(model, **INT8)
     expected = decoded(model)
     if how == "close":
         optimizer.close()
@@ -175,7 +177,7 @@ def test_the_end_restores_real_weights(how):
         del optimizer
         gc.collect()
     else:
-        HMT(model, **OPTIONS).close()
+        low_rank_adamw(model, **OPTIONS).close()
     for module, weight in zip(linears(model), expected, strict=True):
         assert torch.equal(module.weight, weight)
         assert "forward" not in vars(module)
@@ -209,7 +211,7 @@ class Tied(nn.Module):
 def test_refused_options(options, words):
     model = network()
     with pytest.raises(ValueError) as caught:
-        HMT(model, **{"rank": 4, "weight_dtype": "int8", **options})
+        low_rank_adamw(model, **{"rank": 4, "weight_dtype": "int8", **options})
     assert all(word in str(caught.value) for word in [*words, "hmt.optimizer."])
     assert not any(p.isnan().any() for p in model.parameters())
 
@@ -233,13 +235,13 @@ class Doubled(nn.Linear):
 )
 def test_refused_models(model, words):
     with pytest.raises(ValueError) as caught:
-        HMT(model, rank=4, weight_dtype="int8")
+        low_rank_adamw(model, rank=4, weight_dtype="int8")
     assert all(word in str(caught.value) for word in [*words, "weight_dtype is 'int8'"])
 
 
 def test_attention_that_reads_the_weight_itself_keeps_it():
     model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    optimizer = HMT(model, rank=4, weight_dtype="int8")
+    optimizer = low_rank_adamw(model, rank=4, weight_dtype="int8")
     assert encoded_weight(model.linear1) is not None
     assert encoded_weight(model.self_attn.out_proj) is None
     assert torch.isfinite(model(torch.randn(2, 5, 16))).all()

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from hmt_runs import assert_same_weights, batches, network, refreshes, through_a_file, train
+from low_rank_adamw import low_rank_adamw
 from torch import nn
-
-from hmt_deepspeed.optim.hmt import HMT
 
 OPTIONS = {"lr": 1e-2, "rank": 8, "update_interval": 4, "range_finder": "random"}
 PROJECTIONS = ["right", "left", "two_sided"]
@@ -14,7 +13,7 @@ PROJECTIONS = ["right", "left", "two_sided"]
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_no_full_gradient_is_ever_formed(projection):
     model = network()
-    optimizer = HMT(model, projection=projection, projected_backward=True, **OPTIONS)
+    optimizer = low_rank_adamw(model, projection=projection, projected_backward=True, **OPTIONS)
     bases = set()
     for x, y in batches(14):
         optimizer.zero_grad()
@@ -30,7 +29,7 @@ def test_no_full_gradient_is_ever_formed(projection):
 def test_basis_is_orthonormal_keyed_by_name_and_number(projection):
     def matrix(name, seed=0):
         weight = nn.Parameter(torch.zeros(24, 32))
-        optimizer = HMT([(name, weight)], projection=projection, seed=seed, **OPTIONS)
+        optimizer = low_rank_adamw([(name, weight)], projection=projection, seed=seed, **OPTIONS)
         optimizer.describe()
         return optimizer.matrices[name]
 
@@ -50,7 +49,7 @@ def test_basis_is_orthonormal_keyed_by_name_and_number(projection):
 def test_state_holds_no_basis_and_load_draws_it_again(projection, after):
     data = list(batches(14))
     straight, resumed = network(), network(seed=1)
-    optimizer = HMT(straight, projection=projection, **OPTIONS)
+    optimizer = low_rank_adamw(straight, projection=projection, **OPTIONS)
     train(straight, optimizer, data[:after])
     saved = through_a_file(optimizer.state_dict())
     state = saved["state"][0]
@@ -62,7 +61,7 @@ def test_state_holds_no_basis_and_load_draws_it_again(projection, after):
         numbers <= 3 * moments + 5
     )  # the first's evidence, the limited norm, two averages and their weight
     resumed.load_state_dict(straight.state_dict())
-    fresh = HMT(resumed, projection=projection, **OPTIONS)
+    fresh = low_rank_adamw(resumed, projection=projection, **OPTIONS)
     fresh.load_state_dict(saved)
     for name, matrix in optimizer.matrices.items():
         assert torch.equal(matrix.projection, fresh.matrices[name].projection)
@@ -81,9 +80,9 @@ def test_state_holds_no_basis_and_load_draws_it_again(projection, after):
 )
 def test_moments_of_other_bases_are_refused(saved, wanted):
     model = network()
-    optimizer = HMT(model, **{**OPTIONS, **saved})
+    optimizer = low_rank_adamw(model, **{**OPTIONS, **saved})
     train(model, optimizer, batches(3))
-    other = HMT(network(), **{**OPTIONS, **wanted})
+    other = low_rank_adamw(network(), **{**OPTIONS, **wanted})
     with pytest.raises(
         ValueError, match="construct it with the options and the model of the saved"
     ):
@@ -92,7 +91,7 @@ def test_moments_of_other_bases_are_refused(saved, wanted):
 
 def test_moments_are_carried_over_at_a_redraw():
     weight = nn.Parameter(torch.zeros(24, 32))
-    optimizer = HMT([weight], residual="none", **OPTIONS)
+    optimizer = low_rank_adamw([weight], residual="none", **OPTIONS)
     for _ in range(3):
         weight.grad = torch.ones(24, 32)
         optimizer.step()
@@ -108,5 +107,5 @@ def test_moments_are_carried_over_at_a_redraw():
 def test_learns():
     model = network()
     options = {**OPTIONS, "update_interval": 20, "scale": 1.0}
-    losses = train(model, HMT(model, **options), batches(150, size=64))
+    losses = train(model, low_rank_adamw(model, **options), batches(150, size=64))
     assert sum(losses[-10:]) < 0.3 * sum(losses[:10])

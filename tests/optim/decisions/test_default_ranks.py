@@ -7,6 +7,7 @@ import pytest
 import torch
 from block_runs import Block, block_batches, train_block
 from hmt_runs import policy_like, settings_of
+from low_rank_adamw import low_rank_adamw
 from rank_sources import SHAPE, BatchNoise, Source, Turned, moment_and_basis_bytes, train
 from torch import nn
 
@@ -17,7 +18,6 @@ from hmt_deepspeed.optim.bases.rank import (
     select_rank,
 )
 from hmt_deepspeed.optim.decisions.policy import LEAST_GAIN, USUAL_BUDGET, RankPolicy
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 # -- candidates -----------------------------------------------------------------------------------
@@ -154,7 +154,9 @@ def stacked(**options):
         for i, (d, shape) in enumerate(zip((90, 20, 60, 5), shapes, strict=True))
     ]
     weights = [nn.Parameter(torch.zeros(s.shape)) for s in sources]
-    optimizer = HMT(weights, lr=1e-3, update_interval=4, energy_threshold=0.95, **options)
+    optimizer = low_rank_adamw(
+        weights, lr=1e-3, update_interval=4, energy_threshold=0.95, **options
+    )
     for step, _ in enumerate(train(weights, optimizer, sources, 25)):
         if step == 12:
             sources[:] = [
@@ -166,7 +168,7 @@ def stacked(**options):
 def sharing():
     model = Block()
     options = {"lr": 1e-2, "update_interval": 3, "share_basis": True, "energy_threshold": 0.99}
-    optimizer = HMT(model, **options)
+    optimizer = low_rank_adamw(model, **options)
     for batch in block_batches(20):
         train_block(model, optimizer, [batch])
         yield optimizer
@@ -204,7 +206,7 @@ def test_ranks_that_are_given_take_nothing_of_what_others_choose_within():
     sources = [Source(64, 0.5, (64, 64), seed=i) for i in range(3)]
     weights = {name: nn.Parameter(torch.zeros(64, 64)) for name in "abc"}
     options = {"rank": 40, "module_rules": {"c": {"rank": "auto", "energy_threshold": 0.99}}}
-    optimizer = HMT(list(weights.items()), lr=1e-3, update_interval=3, **options)
+    optimizer = low_rank_adamw(list(weights.items()), lr=1e-3, update_interval=3, **options)
     for _ in train(weights.values(), optimizer, sources, 8):
         pass
     policy, chosen = policy_like(optimizer), optimizer.matrices["c"]
@@ -216,13 +218,13 @@ def test_ranks_that_are_given_take_nothing_of_what_others_choose_within():
 
 def test_where_no_rank_is_chosen_there_is_no_budget():
     for options in ({"rank": 8}, {"method": "apollo"}):
-        optimizer = HMT([nn.Parameter(torch.zeros(SHAPE))], **options)
+        optimizer = low_rank_adamw([nn.Parameter(torch.zeros(SHAPE))], **options)
         optimizer.describe()
         assert policy_like(optimizer).rank_budget is None
 
 
 def test_matrices_too_narrow_for_the_usual_share_have_what_the_smallest_candidates_take():
-    optimizer = HMT([nn.Parameter(torch.zeros(6, 6)), nn.Parameter(torch.zeros(12, 10))])
+    optimizer = low_rank_adamw([nn.Parameter(torch.zeros(6, 6)), nn.Parameter(torch.zeros(12, 10))])
     optimizer.describe()
     policy = policy_like(optimizer)
     assert policy.rank_budget == policy.taken_bytes() == policy.least_bytes()
@@ -260,7 +262,7 @@ def test_steps_of_few_tokens_are_not_taken_at_their_first_gradients_word(
             options = {"energy_threshold": threshold, "rank_candidates": candidates}
             if estimate == "in_sample":
                 options |= {"energy_estimate": "in_sample"}
-            optimizer = HMT(
+            optimizer = low_rank_adamw(
                 [weight],
                 lr=1e-3,
                 projection="left" if transposed else "right",
@@ -283,7 +285,7 @@ def test_steps_of_few_tokens_are_not_taken_at_their_first_gradients_word(
 @pytest.mark.parametrize("method", ["lowrank_adamw", "apollo"])
 def test_a_rank_may_be_a_share_of_the_smaller_side(method, rank, side, found):
     model = nn.Linear(side, 3 * side, bias=False)
-    optimizer = HMT(model, lr=1e-3, method=method, rank=rank)
+    optimizer = low_rank_adamw(model, lr=1e-3, method=method, rank=rank)
     (matrix,) = optimizer.matrices.values()
     assert matrix.candidates == (found,)
 
@@ -291,14 +293,17 @@ def test_a_rank_may_be_a_share_of_the_smaller_side(method, rank, side, found):
 @pytest.mark.parametrize("rank", [1.0, 0.0, -0.5, True, "half"])
 def test_another_share_is_refused(rank):
     with pytest.raises(ValueError, match=r"hmt\.optimizer\.rank: got .*a number > 0 and < 1"):
-        HMT(nn.Linear(8, 8), lr=1e-3, rank=rank)
+        low_rank_adamw(nn.Linear(8, 8), lr=1e-3, rank=rank)
 
 
 def test_all_matrices_are_embeddings_and_heads_too_but_not_adapters():
     model = nn.ModuleDict(
         {"embed": nn.Embedding(40, 16), "lora_A": nn.Linear(16, 16), "lm_head": nn.Linear(16, 40)}
     )
-    rows = {row.name: row for row in HMT(model, lr=1e-3, rank=0.5, target_modules="all").describe()}
+    rows = {
+        row.name: row
+        for row in low_rank_adamw(model, lr=1e-3, rank=0.5, target_modules="all").describe()
+    }
     low = {name for name, row in rows.items() if row.rule == "lowrank_adamw"}
     assert low == {"embed.weight", "lm_head.weight"}
     assert "lora_" in rows["lora_A.weight"].reason

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from expert_modules import INNER, E, H, experts
+from low_rank_adamw import low_rank_adamw
 from torch import Tensor
 
 from hmt_deepspeed.optim.decisions.expert_bases import decide_expert_bases
@@ -44,7 +45,7 @@ def stepped(optimizer: HMT, module: torch.nn.Module, structure: str, steps: rang
 
 def optimizer_of(module: torch.nn.Module, **more: object) -> HMT:
     fields = {"rank": RANK, "update_interval": 3, "max_full_gradient_bytes": 2**30, **more}
-    return HMT(module, lr=1e-2, **fields)
+    return low_rank_adamw(module, lr=1e-2, **fields)
 
 
 def down(optimizer: HMT) -> ProjectedMatrix:

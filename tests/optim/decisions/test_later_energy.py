@@ -6,6 +6,7 @@ from math import log
 import pytest
 import torch
 from hmt_runs import policy_like, settings_of
+from low_rank_adamw import low_rank_adamw
 from rank_sources import SHAPE, BatchNoise, Turned, captured, construct, train
 from torch import nn
 
@@ -21,7 +22,6 @@ from hmt_deepspeed.optim.decisions.later_energy import (
 from hmt_deepspeed.optim.decisions.policy import RankPolicy
 from hmt_deepspeed.optim.decisions.rank_history import RankHistory, RankRecord
 from hmt_deepspeed.optim.decisions.windows import Windows
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 
@@ -216,7 +216,7 @@ def test_a_budget_goes_to_what_later_gradients_have():
 def test_the_gradient_that_made_a_basis_is_no_later_one(interval):
     """Of independent noise a basis of 8 in 64 columns holds an eighth, and of the own gradient a third."""
     generator, weight = torch.Generator().manual_seed(0), nn.Parameter(torch.zeros(64, 64))
-    optimizer = HMT(
+    optimizer = low_rank_adamw(
         [("w", weight)],
         rank_candidates=(8, 16),
         energy_threshold=0.1,

@@ -13,6 +13,7 @@ from hmt_runs import (
     settings_of,
     through_a_file,
 )
+from low_rank_adamw import low_rank_adamw
 from rank_sources import (
     CANDIDATES,
     SHAPE,
@@ -27,7 +28,6 @@ from torch import nn
 
 from hmt_deepspeed.optim.bases.rank_budget import allocate_ranks, total_captured
 from hmt_deepspeed.optim.decisions.policy import RankPolicy
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 # -- budget ---------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_full_rank_is_adamw_across_refreshes_and_comes_back():
     torch.manual_seed(0)
     start = torch.randn(SHAPE)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    optimizer = HMT(
+    optimizer = low_rank_adamw(
         [ours],
         full_rank_budget=1.0,
         rank_candidates=CANDIDATES[:2],
@@ -269,7 +269,7 @@ def test_the_step_keeps_a_given_scale_at_full_rank():
         weight = nn.Parameter(torch.zeros(256, 64))
         options = {**PAPERS_RULE, "energy_threshold": 0.999}
         options |= {"rank_candidates": (60,), "full_rank_budget": share}
-        optimizer = HMT([weight], lr=1e-2, scale=0.25, residual="none", **options)
+        optimizer = low_rank_adamw([weight], lr=1e-2, scale=0.25, residual="none", **options)
         draw = torch.Generator().manual_seed(0)
         for _ in range(4):
             before = weight.detach().clone()
@@ -317,7 +317,7 @@ def test_decisions_resume_bit_exactly(mode):
         rule = {**PAPERS_RULE, "rank_candidates": CANDIDATES}
         options = {"update_interval": 25, **({} if mode == "fixed" else rule), **MODES[mode]}
         weights = [nn.Parameter(torch.zeros(SHAPE)) for _ in range(3)]
-        return weights, HMT(weights, lr=1e-2, **options)
+        return weights, low_rank_adamw(weights, lr=1e-2, **options)
 
     data = list(stream())
     weights, optimizer = fresh()

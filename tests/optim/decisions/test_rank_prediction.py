@@ -7,12 +7,12 @@ from hmt_runs import (
     policy_like,
     refreshes,
 )
+from low_rank_adamw import low_rank_adamw
 from rank_sources import CANDIDATES, SHAPE, Source, construct, train
 from torch import nn
 
 from hmt_deepspeed.optim.bases.search import SubspaceSearch
 from hmt_deepspeed.optim.decisions.policy import RankPolicy
-from hmt_deepspeed.optim.hmt import HMT
 
 # -- prediction -----------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ def test_first_refresh_of_a_type_starts_at_the_prior(monkeypatch):
     products, sources = counted(monkeypatch), [Source(14, 0.01, seed=i) for i in range(3)]
     weights = [nn.Parameter(torch.zeros(SHAPE)) for _ in sources]
     named = [(f"layers.{i}.up.weight", w) for i, w in enumerate(weights)]
-    optimizer = HMT(named, lr=1e-3, rank_candidates=CANDIDATES, **PAPERS_RULE)
+    optimizer = low_rank_adamw(named, lr=1e-3, rank_candidates=CANDIDATES, **PAPERS_RULE)
     for _ in train(weights, optimizer, sources, 3):
         pass
     assert len(products) == 3
@@ -162,6 +162,6 @@ def test_without_probes_nothing_is_predicted_from_an_energy_that_nobody_measured
     ],
 )
 def test_who_measures_the_captured_energy(options, measures):
-    optimizer = HMT([nn.Parameter(torch.zeros(SHAPE))], **{"rank": 8, **options})
+    optimizer = low_rank_adamw([nn.Parameter(torch.zeros(SHAPE))], **{"rank": 8, **options})
     optimizer.describe()
     assert optimizer.matrices["param_0"].measures_energy == measures

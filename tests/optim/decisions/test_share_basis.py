@@ -6,9 +6,9 @@ import pytest
 import torch
 from block_runs import KV, Block, D, block_batches, loss_of, train_block
 from hmt_runs import PAPERS_RULE, assert_same_state, assert_same_weights, refreshes, through_a_file
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 
 RANK, PROBES = 4, 8
@@ -30,7 +30,7 @@ def columns_of(optimizer, *names):
 )
 def test_readers_of_one_input_share_one_columns_object(fields):
     model = Block()
-    optimizer = HMT(model, **{**OPTIONS, **fields})
+    optimizer = low_rank_adamw(model, **{**OPTIONS, **fields})
     train_block(model, optimizer, block_batches(12))
     assert optimizer.state_dict()["hmt"]["groups"] == GROUPS
     assert len(columns_of(optimizer, "q", "k", "v")) == 1
@@ -47,7 +47,7 @@ def test_bytes_saved_are_those_of_the_bases_not_kept():
     sizes = {}
     for share in (True, False):
         model = Block()
-        optimizer = HMT(model, **{**OPTIONS, "share_basis": share})
+        optimizer = low_rank_adamw(model, **{**OPTIONS, "share_basis": share})
         train_block(model, optimizer, block_batches(4))
         sizes[share] = sum(row.state_bytes for row in optimizer.describe())
     # Two of q, k, v and one of gate, up keep no n x r basis of their own.
@@ -74,7 +74,9 @@ def test_one_product_is_saved_per_group():
     saved, (x, _) = {}, next(block_batches(1, 64))
     for share in (True, False):
         model = Block()
-        optimizer = HMT(model, **{**OPTIONS, "share_basis": share, "update_interval": 100})
+        optimizer = low_rank_adamw(
+            model, **{**OPTIONS, "share_basis": share, "update_interval": 100}
+        )
         train_block(model, optimizer, block_batches(12))
         assert all(site.active for site in optimizer._patches.projected.values())
         saved[share] = saved_products(model, x)
@@ -85,7 +87,7 @@ def test_one_product_is_saved_per_group():
 
 def test_the_basis_is_that_of_the_stacked_gradient():
     model = Block()
-    optimizer = HMT(
+    optimizer = low_rank_adamw(
         model, **{**OPTIONS, "max_full_gradient_bytes": 10**6, "range_finder": "svd", "rank": 3}
     )
     first, second = block_batches(2)
@@ -107,7 +109,7 @@ def test_the_basis_is_that_of_the_stacked_gradient():
 
 def test_columns_are_filled_once_for_all_that_share_them(monkeypatch):
     model, filled, install = Block(), [], LowRankMatrix._install
-    optimizer = HMT(model, **{**OPTIONS, "max_full_gradient_bytes": 10**6})
+    optimizer = low_rank_adamw(model, **{**OPTIONS, "max_full_gradient_bytes": 10**6})
     train_block(model, optimizer, block_batches(1))
 
     def noted(matrix, basis):
@@ -121,7 +123,7 @@ def test_columns_are_filled_once_for_all_that_share_them(monkeypatch):
 
 def test_a_group_refreshes_together_under_a_budget_of_its_size():
     model = Block()
-    optimizer = HMT(model, **OPTIONS)
+    optimizer = low_rank_adamw(model, **OPTIONS)
     formed = []
     for x, y in block_batches(14):
         optimizer.zero_grad()
@@ -139,7 +141,7 @@ def test_a_group_refreshes_together_under_a_budget_of_its_size():
 
 def test_trains():
     model = Block()
-    optimizer = HMT(model, **{**OPTIONS, "lr": 2e-2, "scale": 1.0, "rank": 8})
+    optimizer = low_rank_adamw(model, **{**OPTIONS, "lr": 2e-2, "scale": 1.0, "rank": 8})
     losses = train_block(model, optimizer, block_batches(150, 64))
     assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
 
@@ -149,12 +151,12 @@ def test_resume_is_bit_exact(after):
     data = list(block_batches(16))
     options = {**OPTIONS, "rank": "auto", "rank_candidates": (2, 4, 8)}
     straight, resumed = Block(), Block(seed=1)
-    optimizer = HMT(straight, **options)
+    optimizer = low_rank_adamw(straight, **options)
     train_block(straight, optimizer, data[:after])
     saved = through_a_file(optimizer.state_dict())
     resumed.load_state_dict(straight.state_dict())
     train_block(straight, optimizer, data[after:])
-    fresh = HMT(resumed, **options)
+    fresh = low_rank_adamw(resumed, **options)
     fresh.load_state_dict(saved)
     assert len(columns_of(fresh, "q", "k", "v")) == 1
     train_block(resumed, fresh, data[after:])
@@ -173,12 +175,12 @@ def test_resume_of_a_model_in_which_nobody_shares():
 
     data = list(block_batches(12))
     straight, resumed = model(0), model(1)
-    optimizer = HMT(straight, **{**OPTIONS, "update_interval": 2})
+    optimizer = low_rank_adamw(straight, **{**OPTIONS, "update_interval": 2})
     train_block(straight, optimizer, data[:5])
     saved = through_a_file(optimizer.state_dict())
     resumed.load_state_dict(straight.state_dict())
     train_block(straight, optimizer, data[5:])
-    fresh = HMT(resumed, **{**OPTIONS, "update_interval": 2})
+    fresh = low_rank_adamw(resumed, **{**OPTIONS, "update_interval": 2})
     fresh.load_state_dict(saved)
     train_block(resumed, fresh, data[5:])
     assert_same_weights(straight, resumed)
@@ -187,7 +189,7 @@ def test_resume_of_a_model_in_which_nobody_shares():
 def test_only_matrices_of_equal_rules_share():
     model = Block()
     rules = {r"^k\.": {"rank": 2}, r"^up\.": {"projection": "two_sided"}}
-    optimizer = HMT(model, module_rules=rules, **{**OPTIONS, "lr": 2e-2, "scale": 1.0})
+    optimizer = low_rank_adamw(model, module_rules=rules, **{**OPTIONS, "lr": 2e-2, "scale": 1.0})
     losses = train_block(model, optimizer, block_batches(60))
     assert len(columns_of(optimizer, "q", "v")) == 1
     assert len(columns_of(optimizer, "q", "k", "gate", "up")) == 4
@@ -201,11 +203,11 @@ def test_goes_on_refreshing_without_patched_modules():
             return 2 * super().forward(x)
 
     model = nn.Sequential(Scaled(D, D), nn.Tanh(), Scaled(D, D))
-    optimizer = HMT(model, **OPTIONS)
+    optimizer = low_rank_adamw(model, **OPTIONS)
     train_block(model, optimizer, block_batches(6))
     assert min(refreshes(optimizer).values()) >= 1
     model = Block()
-    optimizer = HMT(model, **OPTIONS)
+    optimizer = low_rank_adamw(model, **OPTIONS)
     train_block(model, optimizer, block_batches(8))
     before = refreshes(optimizer)
     optimizer.close()
@@ -221,11 +223,11 @@ def test_own_bases_of_a_checkpoint_are_left_for_the_shared_one(second_moment):
     model = Block()
     own = {**PAPERS_RULE, "rank": "auto", "rank_candidates": (2, 4, 8), "energy_threshold": 0.7}
     own |= {"second_moment": second_moment, "lr": 2e-2, "scale": 1.0}
-    alone = HMT(model, **{**OPTIONS, **own, "share_basis": False})
+    alone = low_rank_adamw(model, **{**OPTIONS, **own, "share_basis": False})
     train_block(model, alone, block_batches(8))
     before = {n: (m.basis.clone(), m.moments.exp_avg.read()) for n, m in alone.matrices.items()}
     assert len({before[name][0].shape[1] for name in GROUPS[0]}) > 1
-    shared = HMT(model, **{**OPTIONS, **own})
+    shared = low_rank_adamw(model, **{**OPTIONS, **own})
     shared.load_state_dict(through_a_file(alone.state_dict()))
     for group in GROUPS:
         assert torch.equal(shared.matrices[group[0]].basis, before[group[0]][0])
@@ -241,9 +243,9 @@ def test_own_bases_of_a_checkpoint_are_left_for_the_shared_one(second_moment):
 
 def test_a_shared_basis_of_a_checkpoint_becomes_each_ones_own():
     model = Block()
-    shared = HMT(model, **OPTIONS)
+    shared = low_rank_adamw(model, **OPTIONS)
     train_block(model, shared, block_batches(8))
-    alone = HMT(model, **{**OPTIONS, "share_basis": False})
+    alone = low_rank_adamw(model, **{**OPTIONS, "share_basis": False})
     alone.load_state_dict(through_a_file(shared.state_dict()))
     assert len({id(m.columns) for m in alone.matrices.values()}) == len(alone.matrices)
     for name, matrix in alone.matrices.items():
@@ -259,7 +261,7 @@ def test_a_shared_basis_of_a_checkpoint_becomes_each_ones_own():
 def test_a_basis_drawn_from_a_seed_is_not_shared():
     model = Block()
     rules = {r"^(q|k|v)\.": {"rank": RANK, "range_finder": "random"}}
-    optimizer = HMT(model, module_rules=rules, **OPTIONS)
+    optimizer = low_rank_adamw(model, module_rules=rules, **OPTIONS)
     train_block(model, optimizer, block_batches(4))
     assert len(columns_of(optimizer, "q", "k", "v")) == 3
     assert len(columns_of(optimizer, "gate", "up")) == 1
@@ -267,7 +269,7 @@ def test_a_basis_drawn_from_a_seed_is_not_shared():
 
 def test_a_group_above_a_fixed_budget_keeps_its_own_bases():
     model, budget = Block(), (D + 2 * KV) * D * 4  # q, k, v together, and less than gate and up
-    optimizer = HMT(model, **{**OPTIONS, "max_full_gradient_bytes": budget})
+    optimizer = low_rank_adamw(model, **{**OPTIONS, "max_full_gradient_bytes": budget})
     said = f"max_full_gradient_bytes is {budget}, but .* gate.weight, up.weight .* at least 12288"
     with pytest.warns(UserWarning, match=said):
         losses = train_block(model, optimizer, block_batches(8))

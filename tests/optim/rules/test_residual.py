@@ -6,10 +6,10 @@ import alone
 import pytest
 import torch
 from hmt_runs import batches, network, train
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 
 from hmt_deepspeed.kernels import growth_limit
-from hmt_deepspeed.optim.hmt import HMT
 
 M, N, RANK = 20, 32, 5
 BETAS, EPS, LR, SCALE = (0.9, 0.99), 1e-12, 1e-2, 0.5
@@ -33,7 +33,7 @@ def run(series, **options):
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(M, N))
     fields = {"rank": RANK, "scale": SCALE, "update_interval": 10**6, **options}
-    optimizer = HMT([weight], lr=LR, betas=BETAS, eps=EPS, **fields)
+    optimizer = low_rank_adamw([weight], lr=LR, betas=BETAS, eps=EPS, **fields)
     path = [weight.detach().clone()]
     for gradient in series:
         weight.grad = gradient.clone()
@@ -58,7 +58,7 @@ def test_a_row_the_basis_misses_moves_no_further_than_the_floor_allows(unlimited
 
 def test_projected_backward_is_off_for_the_full_residual():
     model = network()
-    optimizer = HMT(model, rank=8, residual="full", update_interval=10)
+    optimizer = low_rank_adamw(model, rank=8, residual="full", update_interval=10)
     losses = train(model, optimizer, batches(3))
     assert not optimizer.owned()
     assert all(p.grad is not None for p in model.parameters())
@@ -102,7 +102,9 @@ def test_a_basis_that_nobody_measured_has_no_residual(projection):
     torch.manual_seed(0)
     first, waiting = (nn.Parameter(torch.randn(M, N)) for _ in range(2))
     fields = {"rank": RANK, "update_interval": 100, "max_full_gradient_bytes": 4 * M * N}
-    optimizer = HMT([first, waiting], lr=LR, weight_decay=0.0, projection=projection, **fields)
+    optimizer = low_rank_adamw(
+        [first, waiting], lr=LR, weight_decay=0.0, projection=projection, **fields
+    )
     optimizer.describe()  # builds the matrices
     matrix = optimizer.matrices["param_1"]
     moved = []
@@ -120,7 +122,9 @@ def test_a_basis_that_nobody_measured_has_no_residual(projection):
 
 def test_full_residual_learns():
     model = network()
-    optimizer = HMT(model, lr=2e-2, rank=4, update_interval=20, scale=1.0, residual="full")
+    optimizer = low_rank_adamw(
+        model, lr=2e-2, rank=4, update_interval=20, scale=1.0, residual="full"
+    )
     losses = train(model, optimizer, batches(150, size=64))
     assert sum(losses[-10:]) < 0.25 * sum(losses[:10])
 
@@ -132,6 +136,6 @@ def test_full_residual_learns():
 def test_probes_are_a_quarter_of_the_rank_where_they_carry_the_residual(residual, rank, probes):
     weight = nn.Parameter(torch.zeros(64, 64))
     weight.grad = torch.randn(64, 64)
-    optimizer = HMT([weight], rank=rank, residual=residual, range_finder="random")
+    optimizer = low_rank_adamw([weight], rank=rank, residual=residual, range_finder="random")
     optimizer.step()
     assert optimizer.matrices["param_0"].num_probes == probes

@@ -4,10 +4,10 @@ import alone
 import pytest
 import torch
 from hmt_runs import assert_same_state, settings_of, through_a_file
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 
 from hmt_deepspeed.kernels.int8_state import encode_state
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.low_rank import LowRankMatrix
 from hmt_deepspeed.optim.rules.state import StateTensor
 
@@ -53,7 +53,7 @@ def construct(layer, rule, dtype):
     fields = {"update_interval": 10, "scale": 1.0, **rule}
     if rule.get("method") == "adamw":
         fields = rule
-    return HMT(layer, lr=1e-2, state_dtype=dtype, **fields)
+    return low_rank_adamw(layer, lr=1e-2, state_dtype=dtype, **fields)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -114,7 +114,7 @@ def test_resume_is_bit_exact(rule, dtype):
 def test_dense_states_of_vectors_and_small_matrices_stay_fp32():
     shapes = (4096,), (65, 63), (64, 64)
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    optimizer = HMT(params, method="adamw", state_dtype="int8")
+    optimizer = low_rank_adamw(params, method="adamw", state_dtype="int8")
     found = [row.state_bytes for row in optimizer.describe()]
     assert found == [8 * 4096, 8 * 4095, 2 * (4096 + 16 * 4)]
 

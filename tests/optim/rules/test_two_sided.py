@@ -7,10 +7,10 @@ import alone
 import pytest
 import torch
 from hmt_runs import PAPERS_RULE, settings_of
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 from twins import LOW_RANK, TALL, WIDE, assert_same_steps
 
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.two_sided import TwoSidedMatrix
 
 M, N, RANK = 24, 32, 6
@@ -41,7 +41,7 @@ def step(matrix, gradient):
 def one_step(gradient, **options):
     """Weight moved from zero by one step of lr 1 and scale 1, and the bases used."""
     weight = nn.Parameter(torch.zeros_like(gradient))
-    optimizer = HMT(
+    optimizer = low_rank_adamw(
         [weight], lr=1.0, eps=EPS, rank=RANK, projection="two_sided", scale=1.0, **options
     )
     weight.grad = gradient.clone()
@@ -141,7 +141,7 @@ def test_first_step_after_the_first_refresh_does_not_blow_up_noise():
     sigma = 0.8 ** torch.arange(rank)
     gradient = orthonormal(m, rank, 1) * sigma @ orthonormal(n, rank, 2).t()
     weight = nn.Parameter(torch.zeros(m, n))
-    optimizer = HMT(
+    optimizer = low_rank_adamw(
         [weight], rank=rank, projection="two_sided", residual="none", range_finder="svd"
     )
     weight.grad = gradient.clone()
@@ -264,7 +264,7 @@ def test_growing_and_shrinking_keep_evidence(new_rank):
 def test_rank_of_the_whole_side(options):
     """A core of as many columns as the weight is still a core: it never falls back to full rank."""
     weight = nn.Parameter(torch.zeros(20, 16))
-    optimizer = HMT([weight], projection="two_sided", update_interval=2, **options)
+    optimizer = low_rank_adamw([weight], projection="two_sided", update_interval=2, **options)
     for i in range(5):
         weight.grad = randn(20, 16, seed=i)
         optimizer.step()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from expert_modules import INNER, E, H, experts
+from low_rank_adamw import low_rank_adamw
 from torch import Tensor, nn
 
 from hmt_deepspeed.optim.hmt import HMT
@@ -54,7 +55,7 @@ def reason(optimizer: HMT, name: str) -> str:
     ids=str,
 )
 def test_a_weight_that_is_known_as_nobodys_is_named(options: dict[str, Any], mixing: bool) -> None:
-    optimizer = HMT(Einsum(), rank=4, **options)
+    optimizer = low_rank_adamw(Einsum(), rank=4, **options)
     assert low_rank(optimizer) == {"linear.weight", *["mixing"] * mixing}
     assert "3-D weight" in reason(optimizer, "conv.weight")
     assert "3-D weight" in reason(optimizer, "narrow")
@@ -65,7 +66,7 @@ def test_a_weight_that_is_known_as_nobodys_is_named(options: dict[str, Any], mix
 def test_it_is_projected_from_its_whole_gradient() -> None:
     torch.manual_seed(1)
     model = Einsum()
-    optimizer = HMT(model, lr=3e-3, rank=4, update_interval=4, target_modules="all")
+    optimizer = low_rank_adamw(model, lr=3e-3, rank=4, update_interval=4, target_modules="all")
     said = "experts 3 x 16 x 24, one basis of the last dimension, projected from whole gradients"
     assert reason(optimizer, "mixing") == said
     x, goal = torch.randn(40, 16), torch.randn(16, 40)
@@ -79,7 +80,7 @@ def test_it_is_projected_from_its_whole_gradient() -> None:
         optimizer.step()
     assert losses[-1] < 0.7 * losses[0]
     with pytest.raises(ValueError, match="mixing belongs to a Einsum"):
-        HMT(Einsum(), rank=4, target_modules="all", projected_backward=True)
+        low_rank_adamw(Einsum(), rank=4, target_modules="all", projected_backward=True)
 
 
 @pytest.mark.parametrize("basis", ["shared", "own"])
@@ -88,7 +89,7 @@ def test_it_is_projected_from_its_whole_gradient() -> None:
 )
 def test_projection_chooses_its_side(projection: str, shape: tuple[int, int], basis: str) -> None:
     rule = {"mixing": {"projection": projection}}
-    optimizer = HMT(Einsum(), rank=4, module_rules=rule, expert_basis=basis)
+    optimizer = low_rank_adamw(Einsum(), rank=4, module_rules=rule, expert_basis=basis)
     matrix = optimizer.matrices["mixing"]
     assert isinstance(matrix, ProjectedMatrix)
     assert (matrix.shape, matrix.own_bases) == (shape, basis == "own")
@@ -104,7 +105,7 @@ def test_the_stream_chooses_the_side_of_experts(
 ) -> None:
     """Shared bases are of the stream, H wide, own ones of each expert's inputs; whatever ``projection`` is."""
     module = experts(torch.float32, is_transposed=transposed)
-    optimizer = HMT(module, rank=4, expert_basis=basis, projection=projection)
+    optimizer = low_rank_adamw(module, rank=4, expert_basis=basis, projection=projection)
     up, down = optimizer.matrices["gate_up_proj"], optimizer.matrices["down_proj"]
     assert up.shape == (2 * INNER, H)
     assert down.shape == ((H, INNER) if basis == "own" else (INNER, H))
@@ -117,17 +118,19 @@ def test_the_stream_chooses_the_side_of_experts(
 def test_without_a_module_a_pattern_names_them() -> None:
     weights = [("a.weight", (4, 16, 24)), ("b.weight", (4, 16, 24)), ("c.weight", (16, 24))]
     params = [(name, nn.Parameter(torch.randn(shape))) for name, shape in weights]
-    optimizer = HMT(params, rank=4, module_rules={"a": {"rank": 6}})
+    optimizer = low_rank_adamw(params, rank=4, module_rules={"a": {"rank": 6}})
     assert low_rank(optimizer) == {"a.weight", "c.weight"}
     assert optimizer.matrices["a.weight"].count == 4
     with pytest.raises(ValueError, match="decides nothing"):
-        HMT(params, rank=4, module_rules={"a": {"rank": 6}, r"a\.weight": {"rank": 8}}).describe()
+        low_rank_adamw(
+            params, rank=4, module_rules={"a": {"rank": 6}, r"a\.weight": {"rank": 8}}
+        ).describe()
 
 
 def test_a_rule_that_holds_none_leaves_them_to_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one from outside that does not say so."""
     monkeypatch.setitem(RULES, "apollo", replace(RULES["apollo"], holds_experts=False))
-    optimizer = HMT(experts(torch.float32), method="apollo")
+    optimizer = low_rank_adamw(experts(torch.float32), method="apollo")
     assert not low_rank(optimizer)
     assert reason(optimizer, "down_proj") == "apollo does not hold experts"
 
@@ -136,7 +139,7 @@ def test_a_rule_that_holds_none_leaves_them_to_adamw(monkeypatch: pytest.MonkeyP
 def test_biases_of_experts_are_vectors(target: str | None) -> None:
     """E of them in one tensor, at the rate of biases."""
     module = experts(torch.float32, has_bias=True)
-    optimizer = HMT(module, rank=4, target_modules=target)
+    optimizer = low_rank_adamw(module, rank=4, target_modules=target)
     assert low_rank(optimizer) == {"gate_up_proj", "down_proj"}
     slot = optimizer._slots[module.down_proj_bias]
     assert slot.assigned.reason == "a vector in disguise"
@@ -149,7 +152,7 @@ def test_bytes_of_experts(basis: str, state_dtype: str) -> None:
     """Moments, evidence and bases as they are kept; a budget counts moments and bases."""
     weight = nn.Parameter(torch.randn(E, 96, 64))
     fields = {"rank": 48, "state_dtype": state_dtype, "expert_basis": basis}
-    optimizer = HMT([("w", weight)], target_modules=["w"], **fields)
+    optimizer = low_rank_adamw([("w", weight)], target_modules=["w"], **fields)
     (row,) = optimizer.describe()
     (matrix,) = optimizer.matrices.values()
     assert isinstance(matrix, ProjectedMatrix)

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from hmt_runs import OPTIONS, batches, network, train
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 
 from hmt_deepspeed.config import HMTConfig
@@ -27,7 +28,7 @@ def test_construction_with_tensors_allocates_nothing(monkeypatch):
 
 
 def test_options_and_settings():
-    settings = matrix_settings(HMT([nn.Parameter(torch.ones(2))]).options)
+    settings = matrix_settings(low_rank_adamw([nn.Parameter(torch.ones(2))]).options)
     assert (settings.rank, settings.probes, settings.scale) == (None, None, None)
     matrix = build_matrix("w", (8, 8), (0, 8), settings, torch.float32, torch.device("cpu"))
     assert matrix.scale == 1.0  # AdamW's own step, of a basis that spans all columns
@@ -73,6 +74,7 @@ UNREAD = [
     {"probes": 0, "residual": "none", "energy_estimate": "out_of_sample"},
     {"range_finder": "random", "rank": 2, "max_full_gradient_bytes": 1000000},
     {"second_moment": "factored", "method": "apollo"},
+    {"second_moment": "factored"},
     {"rank_budget": 0.5, "rank": 8},
     {"rank_budget": 0.5, "method": "apollo"},
     {"full_rank_budget": 0.5, "rank_budget": 0.5},
@@ -260,11 +262,12 @@ def test_a_second_optimizer_takes_over():
 
 def test_describe():
     model = nn.ModuleDict({"embed": nn.Embedding(50, 16), "up": nn.Linear(16, 40)})
-    rows = {row.name: row for row in HMT(model.to(torch.bfloat16), rank=4).describe()}
+    rows = {row.name: row for row in low_rank_adamw(model.to(torch.bfloat16), rank=4).describe()}
     assert rows["embed.weight"][1:4] == ("adamw", "'embed' is left to AdamW", None)
     assert rows["embed.weight"].state_bytes == 50 * 16 * 12
     assert rows["up.weight"][1:4] == ("lowrank_adamw", "", 4)
     # Two fp32 moments, evidence, bf16 basis, fp32 master.
     assert rows["up.weight"].state_bytes == 2 * 40 * 4 * 4 + 5 * 4 + 16 * 4 * 2 + 40 * 16 * 4
-    rows = {row.name: row for row in HMT(model, rank=4, master_weights="none").describe()}
+    plain = low_rank_adamw(model, rank=4, master_weights="none")
+    rows = {row.name: row for row in plain.describe()}
     assert rows["embed.weight"].state_bytes == 50 * 16 * 8

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from low_rank_adamw import low_rank_adamw
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.rules import DEFAULT, rule_of
+from hmt_deepspeed.rules import rule_of
 
-SCALE, BESIDE_RATIO = rule_of(DEFAULT).scale, rule_of(DEFAULT).beside_ratio
+RULE = rule_of("lowrank_adamw")
+SCALE, BESIDE_RATIO = RULE.scale, RULE.beside_ratio
 
 LR, DECAY = 1e-3, 0.1
 
@@ -33,7 +36,7 @@ def moved(**fields: Any) -> dict[str, float]:
     """Root mean square of what the first step takes of each weight beside the decay, as a multiple of the rate."""
     model = Model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = HMT(model, lr=LR, weight_decay=DECAY, eps=1e-12, **fields)
+    optimizer = low_rank_adamw(model, lr=LR, weight_decay=DECAY, eps=1e-12, **fields)
     for number, param in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(number)
         param.grad = torch.randn(param.shape, generator=generator)
@@ -61,6 +64,41 @@ def test_with_a_scale_or_another_method_everything_has_one_rate(fields: dict[str
     sizes = moved(**fields)
     for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias", "norm.weight"):
         assert sizes[name] == pytest.approx(1.0, rel=1e-3), name
+
+
+def test_beside_muon_embeddings_alone_have_a_higher_rate() -> None:
+    sizes = moved(method="muon", rank=4, residual="none")
+    muon = rule_of("muon")
+    assert muon.embedding_ratio > muon.beside_ratio > 1
+    assert sizes["embed_tokens.weight"] == pytest.approx(muon.embedding_ratio, rel=1e-3)
+    for name in ("lm_head.weight", "fc.bias", "norm.weight"):
+        assert sizes[name] == pytest.approx(muon.beside_ratio, rel=1e-3), name
+    with_a_scale = moved(method="muon", rank=4, residual="none", scale=1.5)
+    assert with_a_scale["embed_tokens.weight"] == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_that_is_the_head_has_the_heads_rate(tied: bool) -> None:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    weight = model.model.embed_tokens.weight
+    before = weight.detach().clone()
+    optimizer = HMT(model, lr=LR, weight_decay=0.0, eps=1e-12)
+    rows = torch.arange(32).view(2, 16)
+    model(input_ids=rows, labels=rows).loss.backward()
+    optimizer.step()
+    muon = rule_of("muon")
+    expected = muon.beside_ratio if tied else muon.embedding_ratio
+    moved_by = (weight.detach() - before).abs().max() / LR
+    assert float(moved_by) == pytest.approx(expected, rel=1e-2)
 
 
 def test_a_module_rule_has_the_plain_rate() -> None:

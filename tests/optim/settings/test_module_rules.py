@@ -4,11 +4,11 @@ import pytest
 import torch
 from hmt_runs import batches as data_batches
 from hmt_runs import network, train
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 from torch.nn import functional as F
 
-from hmt_deepspeed.optim.hmt import HMT
-from hmt_deepspeed.rules import DEFAULT, rule_of
+from hmt_deepspeed.rules import rule_of
 
 RULES = {
     r"embed": {"method": "apollo_mini"},
@@ -61,7 +61,7 @@ def test_a_module_rule_leaves_out_the_basis(finder):
         r"\.up\.": {"method": "muon", "rank": "full"},
     }
     others = {"rank": 4, "range_finder": finder, "update_interval": 2, "residual": "none"}
-    optimizer = HMT(model, lr=1e-2, module_rules=rules, **others)
+    optimizer = low_rank_adamw(model, lr=1e-2, module_rules=rules, **others)
     losses = train_tokens(model, optimizer, 12)
     assert losses[-1] < losses[0]
     for name, matrix in optimizer.matrices.items():
@@ -76,7 +76,7 @@ def test_a_module_rule_leaves_out_the_basis(finder):
 
 def test_the_first_match_decides_before_every_other_pattern():
     model = Tiny()
-    optimizer = HMT(model, rank=8, update_interval=10, module_rules=RULES)
+    optimizer = low_rank_adamw(model, rank=8, update_interval=10, module_rules=RULES)
     rows = {row.name: row for row in optimizer.describe()}
     rules = {name: row.rule for name, row in rows.items()}
     assert rules["embed.weight"] == "apollo_mini"  # else embeddings are left to AdamW
@@ -88,7 +88,7 @@ def test_the_first_match_decides_before_every_other_pattern():
     up, gate = matrices["mlp.up.weight"], matrices["mlp.gate.weight"]
     assert (up.transposed, up.rank, up.scale, up.settings.residual) == (True, 4, 1.0, "probe")
     assert (gate.settings.projection, gate.rank) == ("two_sided", 8)
-    assert gate.scale == rule_of(DEFAULT).scale
+    assert gate.scale == rule_of("lowrank_adamw").scale
     assert gate.settings.residual == "none"
     assert (matrices["lm_head.weight"].redraws, matrices["lm_head.weight"].rank) == (True, 6)
     embed = matrices["embed.weight"]
@@ -99,11 +99,11 @@ def test_the_first_match_decides_before_every_other_pattern():
 def test_all_kinds_train_together_and_resume():
     straight, resumed = Tiny(), Tiny(seed=1)
     options = {"lr": 2e-2, "rank": 8, "update_interval": 7, "module_rules": RULES}
-    optimizer = HMT(straight, **options)
+    optimizer = low_rank_adamw(straight, **options)
     losses = train_tokens(straight, optimizer, 60)
     assert losses[-1] < 0.6 * losses[0]
     resumed.load_state_dict(straight.state_dict())
-    fresh = HMT(resumed, **options)
+    fresh = low_rank_adamw(resumed, **options)
     fresh.load_state_dict(optimizer.state_dict())
     assert train_tokens(straight, optimizer, 10) == train_tokens(resumed, fresh, 10)
 
@@ -111,7 +111,7 @@ def test_all_kinds_train_together_and_resume():
 def test_a_rule_under_plain_adamw():
     model = network()
     rules = {r"^2\.": {"method": "lowrank_adamw"}}
-    optimizer = HMT(model, lr=1e-2, method="adamw", module_rules=rules)
+    optimizer = low_rank_adamw(model, lr=1e-2, method="adamw", module_rules=rules)
     rules = {row.name: (row.rule, row.reason) for row in optimizer.describe()}
     assert rules["2.weight"] == ("lowrank_adamw", "")
     assert rules["0.weight"] == ("adamw", "method is adamw")
@@ -122,15 +122,15 @@ def test_a_rule_under_plain_adamw():
 def test_a_low_rank_rule_beside_apollo_takes_its_own_defaults():
     rules = {r"^2\.": {"method": "lowrank_adamw"}}
     options = {"method": "apollo", "rank": 4, "scale": 2.0, "module_rules": rules}
-    matrices = HMT(network(), **options).matrices
+    matrices = low_rank_adamw(network(), **options).matrices
     assert (matrices["0.weight"].rank, matrices["0.weight"].scale) == (4, 2.0)
     assert matrices["2.weight"].rank == 8
-    assert matrices["2.weight"].scale == rule_of(DEFAULT).scale
+    assert matrices["2.weight"].scale == rule_of("lowrank_adamw").scale
 
 
 def test_open_fields_may_be_given_as_none():
     rules = {r"^2\.": {"rank": 2, "projection": None, "method": None}}
-    matrices = HMT(network(), rank=8, projection="left", module_rules=rules).matrices
+    matrices = low_rank_adamw(network(), rank=8, projection="left", module_rules=rules).matrices
     assert (matrices["2.weight"].rank, matrices["2.weight"].transposed) == (2, True)
 
 
@@ -139,7 +139,7 @@ def test_thresholds_and_candidates_of_their_own():
     model = Tiny()
     rules = {"up": {"energy_threshold": 0.999, "rank_candidates": [3, 12]}}
     options = {"rank_candidates": (2, 4, 8), "energy_threshold": 0.01, "update_interval": 3}
-    optimizer = HMT(model, lr=1e-2, module_rules=rules, **options)
+    optimizer = low_rank_adamw(model, lr=1e-2, module_rules=rules, **options)
     train_tokens(model, optimizer, 12)
     ranks = {name.split(".")[1]: m.rank for name, m in optimizer.matrices.items()}
     assert ranks == {"up": 12, "gate": 2, "down": 2, "mix": 2}
@@ -199,13 +199,13 @@ def test_thresholds_and_candidates_of_their_own():
 )
 def test_refusals(rules, words):
     with pytest.raises(ValueError, match=words):
-        HMT(network(), module_rules=rules)
+        low_rank_adamw(network(), module_rules=rules)
 
 
 def test_a_rule_that_names_no_method_is_of_the_others():
     with pytest.raises(ValueError, match=r"\.projection: got 'left'. .* \"method\": \"apollo\""):
-        HMT(network(), method="apollo", module_rules={"2": {"projection": "left"}})
-    HMT(network(), method="apollo", module_rules={"2": {"rank": 2, "projection": None}})
+        low_rank_adamw(network(), method="apollo", module_rules={"2": {"projection": "left"}})
+    low_rank_adamw(network(), method="apollo", module_rules={"2": {"rank": 2, "projection": None}})
 
 
 @pytest.mark.parametrize("rule", [{"method": "apollo"}, {"residual": "full"}])
@@ -213,12 +213,12 @@ def test_projected_backward_insisted_on_refuses_a_rule_of_whole_gradients(rule):
     ((field, value),) = rule.items()
     asks = rf"hmt\.optimizer\.module_rules\['\^2\\\\\.'\]\.{field} is '{value}'"
     with pytest.raises(ValueError, match=rf"2\.weight needs whole gradients: {asks}"):
-        HMT(network(), rank=8, projected_backward=True, module_rules={r"^2\.": rule})
-    optimizer = HMT(network(), rank=8, module_rules={r"^2\.": rule})
+        low_rank_adamw(network(), rank=8, projected_backward=True, module_rules={r"^2\.": rule})
+    optimizer = low_rank_adamw(network(), rank=8, module_rules={r"^2\.": rule})
     assert len(optimizer.owned()) == 2
 
 
 def test_projected_backward_insisted_on_refuses_an_embedding():
     rules = {"embed": {"rank": 4}}
     with pytest.raises(ValueError, match="is not the weight of a linear layer"):
-        HMT(Tiny(), rank=8, projected_backward=True, module_rules=rules)
+        low_rank_adamw(Tiny(), rank=8, projected_backward=True, module_rules=rules)

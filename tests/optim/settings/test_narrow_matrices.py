@@ -3,11 +3,11 @@
 import pytest
 import torch
 from hmt_runs import settings_of
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 from torch.nn import functional as F
 
 from hmt_deepspeed.optim.decisions.policy import build_policy
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.settings.assign import head_weights
 from hmt_deepspeed.optim.settings.options import complete_options
@@ -67,7 +67,7 @@ def test_a_rank_above_the_smaller_side_is_lowered_and_said(rule):
     model = Narrow()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     lr = 1e-2 if "method" in rule else 4e-2
-    optimizer = HMT(model, lr=lr, **{"rank": RANK, "update_interval": 5, **rule})
+    optimizer = low_rank_adamw(model, lr=lr, **{"rank": RANK, "update_interval": 5, **rule})
     assert {name: m.candidates[0] for name, m in optimizer.matrices.items()} == RANKS
     wanted = 16 if rule.get("rank") == "auto" else RANK
     rows = {row.name: row for row in optimizer.describe()}
@@ -85,10 +85,10 @@ def test_where_the_smaller_side_is_projected_a_lowered_rank_is_adamw():
     """Exact, though with ``scale``: 1 here. Bases come in the first step."""
     lowered, dense = Narrow(), Narrow()
     rules = {"classifier|router": {"projection": "left"}, "trunk": {"method": "adamw"}}
-    first = HMT(
+    first = low_rank_adamw(
         lowered, lr=1e-2, rank=RANK, scale=1.0, module_rules=rules, max_full_gradient_bytes=2**20
     )
-    second = HMT(dense, lr=1e-2, method="adamw")
+    second = low_rank_adamw(dense, lr=1e-2, method="adamw")
     losses = train(lowered, first, 20), train(dense, second, 20)
     assert all(first.matrices[name].full_rank for name in ("classifier.weight", "router.weight"))
     # the two round their sums in another order
@@ -111,13 +111,18 @@ def test_where_the_smaller_side_is_projected_a_lowered_rank_is_adamw():
     ],
 )
 def test_ranks_of_module_rules_are_lowered_too(rules, lowered):
-    rows = {row.name: row for row in HMT(Narrow(), rank=RANK, module_rules=rules).describe()}
+    rows = {
+        row.name: row for row in low_rank_adamw(Narrow(), rank=RANK, module_rules=rules).describe()
+    }
     assert rows["classifier.weight"].reason == lowered
     assert rows["reward.weight"].reason == "a vector in disguise"
 
 
 def test_a_target_that_is_a_vector_is_no_error():
-    rows = {row.name: row for row in HMT(Narrow(), target_modules=["trunk", "reward"]).describe()}
+    rows = {
+        row.name: row
+        for row in low_rank_adamw(Narrow(), target_modules=["trunk", "reward"]).describe()
+    }
     assert rows["reward.weight"].rule == "adamw"
     assert rows["trunk.weight"].rule == "lowrank_adamw"
 
@@ -133,7 +138,7 @@ def test_a_narrow_first_reader_does_not_lower_the_rank_of_those_it_shares_with()
             return (self.router(x) + self.first(x)).sum(-1, keepdim=True) + self.up(x)
 
     model = Reader()
-    optimizer = HMT(model, rank=RANK, share_basis=True, update_interval=3)
+    optimizer = low_rank_adamw(model, rank=RANK, share_basis=True, update_interval=3)
     for step in range(6):
         optimizer.zero_grad()
         x = torch.randn(16, N, generator=torch.Generator().manual_seed(step))
@@ -167,7 +172,7 @@ def test_a_narrow_first_reader_does_not_lower_the_rank_of_those_it_shares_with()
 )
 def test_moments_too_small_for_int8_stay_in_fp32_and_said(shape, options, dtype):
     weight = nn.Parameter(torch.zeros(shape))
-    optimizer = HMT([weight], state_dtype="int8", **options)
+    optimizer = low_rank_adamw([weight], state_dtype="int8", **options)
     (row,) = optimizer.describe()
     small = "moments in fp32, under 4096 elements"
     assert row.reason.endswith(small) == (dtype == "fp32")
@@ -197,13 +202,14 @@ def LowRank(name, shape, settings) -> MatrixRule:
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 40}
 _SIZES |= {"num_attention_heads": 2, "num_labels": 3, "pad_token_id": 0}
-HEADS = {  # model: weights of its heads, those tied to an embedding not among them
+HEADS = {  # model: weights of its heads
     "LlamaForCausalLM": {"lm_head"},
     "LlamaForSequenceClassification": {"score"},
     "LlamaForQuestionAnswering": {"qa_outputs"},
     "GPTNeoXForTokenClassification": {"classifier"},
     "RobertaForSequenceClassification": {"classifier.dense", "classifier.out_proj"},
-    "BertForMaskedLM": {"cls.predictions.transform.dense"},
+    # its output layer is the embedding
+    "BertForMaskedLM": {"cls.predictions.transform.dense", "bert.embeddings.word_embeddings"},
 }
 
 
@@ -218,7 +224,7 @@ def build(name):
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_of_transformers_are_left_to_adamw(name):
     model = build(name)
-    rows = {row.name: row for row in HMT(model, rank=4).describe()}
+    rows = {row.name: row for row in low_rank_adamw(model, rank=4).describe()}
     heads = {row.name for row in rows.values() if row.reason == "output head"}
     assert heads == {f"{head}.weight" for head in HEADS[name]}
     linears = [r for r in rows.values() if r.rule == "lowrank_adamw"]
@@ -246,7 +252,9 @@ def test_a_rule_of_adamw_adds_to_what_is_left_to_it():
         (n, nn.Parameter(torch.ones(8, 8))) for n in ("embed", "lm_head", "x.lora_A", "q", "k")
     ]
     for rules, rule in (({}, "lowrank_adamw"), ({"q": {"method": "adamw"}}, "adamw")):
-        rows = {row.name: row for row in HMT(named, rank=2, module_rules=rules).describe()}
+        rows = {
+            row.name: row for row in low_rank_adamw(named, rank=2, module_rules=rules).describe()
+        }
         for name, pattern in (("embed", "embed"), ("lm_head", "lm_head"), ("x.lora_A", "lora_")):
             assert rows[name][1:3] == ("adamw", f"{pattern!r} is left to AdamW")
         assert (rows["q"].rule, rows["k"].rule) == (rule, "lowrank_adamw")
@@ -257,7 +265,7 @@ def test_only_a_module_rule_gives_a_head_another_rule():
     with pytest.raises(
         ValueError, match=r"'lm_head' decides nothing: .*\(output head\).*module rule"
     ):
-        HMT(model, rank=4, target_modules=["q_proj", "lm_head"])
+        low_rank_adamw(model, rank=4, target_modules=["q_proj", "lm_head"])
     rules = {"lm_head|embed_tokens": {"method": "lowrank_adamw"}}
-    optimizer = HMT(model, rank=4, module_rules=rules)
+    optimizer = low_rank_adamw(model, rank=4, module_rules=rules)
     assert {"lm_head.weight", "model.embed_tokens.weight"} < optimizer.matrices.keys()

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from hmt_runs import OPTIONS, PAPERS_RULE, assert_same_weights, batches, movement, network, train
+from low_rank_adamw import low_rank_adamw
 from torch import nn
-
-from hmt_deepspeed.optim.hmt import HMT
 
 TALL, WIDE, SQUARE = (40, 24), (24, 40), (32, 32)
 
@@ -24,7 +23,7 @@ def run(shape, flip=False, steps=12, start=None, **options):
     torch.manual_seed(0)
     begin = torch.randn(shape)
     weight = nn.Parameter(begin.t().clone() if flip else begin.clone())
-    optimizer = HMT([weight], lr=1e-1, weight_decay=0.1, update_interval=5, **options)
+    optimizer = low_rank_adamw([weight], lr=1e-1, weight_decay=0.1, update_interval=5, **options)
     for gradient in gradients(shape, steps):
         weight.grad = gradient.t().clone() if flip else gradient.clone()
         optimizer.clip_grad_norm_(5.0)
@@ -60,7 +59,7 @@ def test_auto_projects_the_smaller_side_of_each_matrix(shape, side):
 
 def test_auto_decides_per_matrix():
     model = network()  # 40 x 24, 40 x 40, 16 x 40
-    matrices = HMT(model, projection="auto", rank=8).matrices
+    matrices = low_rank_adamw(model, projection="auto", rank=8).matrices
     assert [m.transposed for m in matrices.values()] == [False, False, True]
     # 2 max(m, n) r and the basis of the smaller side, evidence beside them.
     sizes = [m.state_bytes() for m in matrices.values()]
@@ -73,8 +72,16 @@ def test_auto_decides_per_matrix():
 def test_projected_backward_on_is_off(projection, residual, micro_batches):
     options = {**OPTIONS, "projection": projection, "residual": residual}
     on, off = network(), network()
-    train(on, HMT(on, projected_backward=True, **options), batches(15), micro_batches, 0.1)
-    train(off, HMT(off, projected_backward=False, **options), batches(15), micro_batches, 0.1)
+    train(
+        on, low_rank_adamw(on, projected_backward=True, **options), batches(15), micro_batches, 0.1
+    )
+    train(
+        off,
+        low_rank_adamw(off, projected_backward=False, **options),
+        batches(15),
+        micro_batches,
+        0.1,
+    )
     assert_same_weights(on, off, 2e-4)
     assert movement(on) > 0.03
 
@@ -82,7 +89,7 @@ def test_projected_backward_on_is_off(projection, residual, micro_batches):
 @pytest.mark.parametrize("projection", ["left", "two_sided"])
 def test_weight_gradients_are_formed_only_for_a_refresh(projection):
     model = network()
-    optimizer = HMT(model, projection=projection, **OPTIONS)
+    optimizer = low_rank_adamw(model, projection=projection, **OPTIONS)
     formed = []
     for x, y in batches(16):
         optimizer.zero_grad()
@@ -97,7 +104,7 @@ def test_weight_gradients_are_formed_only_for_a_refresh(projection):
 def test_rank_changes_at_a_refresh(projection):
     """Rank 3 of the gradient first, then full rank, then 3 again: ranks follow, moments fit."""
     weight = nn.Parameter(torch.zeros(24, 32))
-    optimizer = HMT(
+    optimizer = low_rank_adamw(
         [weight],
         lr=1e-2,
         projection=projection,
@@ -130,7 +137,7 @@ def test_the_default_is_a_quarter_at_ten_times_the_rate(shape, projection):
     moved = []
     for lr, decay, scale in ((1e-3, 0.1, "auto"), (1e-2, 0.01, 0.25)):
         weight = nn.Parameter(torch.ones(shape))
-        optimizer = HMT(
+        optimizer = low_rank_adamw(
             [weight], lr=lr, weight_decay=decay, scale=scale, rank=6, projection=projection
         )
         for gradient in gradients(shape, 3):
@@ -142,7 +149,7 @@ def test_the_default_is_a_quarter_at_ten_times_the_rate(shape, projection):
 
 def test_at_full_rank_the_default_is_adamws_own_step():
     weight = nn.Parameter(torch.zeros(24, 32))
-    optimizer = HMT(
+    optimizer = low_rank_adamw(
         [weight],
         lr=1e-3,
         residual="none",
@@ -166,6 +173,8 @@ def test_at_full_rank_the_default_is_adamws_own_step():
 @pytest.mark.parametrize("projection", ["left", "auto", "two_sided"])
 def test_learns(projection):
     model = network()
-    optimizer = HMT(model, lr=2e-2, rank=8, update_interval=20, scale=1.0, projection=projection)
+    optimizer = low_rank_adamw(
+        model, lr=2e-2, rank=8, update_interval=20, scale=1.0, projection=projection
+    )
     losses = train(model, optimizer, batches(150, size=64))
     assert sum(losses[-10:]) < 0.25 * sum(losses[:10])

@@ -32,7 +32,7 @@ from hmt_deepspeed.planner.run.memory import OptimizerMode
 from hmt_deepspeed.planner.run.problem import RunSetup
 
 GIB = 2**30
-SETUP, MODE = RunSetup(zero_stage=2), OptimizerMode(rank=32)
+SETUP, MODE = RunSetup(zero_stage=2), OptimizerMode("lowrank_adamw", rank=32)
 
 
 def request_for(gpu_gib: float = 24.0, **fields: object) -> Request:
@@ -98,7 +98,7 @@ def test_what_chunks_may_use_is_what_states_leave() -> None:
 
 
 def test_lossy_setups_are_listed_and_recommended_where_nothing_exact_fits_or_they_may_be() -> None:
-    small = OptimizerMode(rank=32, master_weights="none", state_dtype="int8")
+    small = OptimizerMode("lowrank_adamw", rank=32, master_weights="none", state_dtype="int8")
     asked = {"modes": (MODE,), "lossy_modes": (small,), "cpu_adam": False, "zero_stage": 2}
     large, tight = advise(request_for(**asked)), advise(request_for(gpu_gib=1.6, **asked))
     either = advise(request_for(recommend="fastest", **asked))
@@ -259,7 +259,7 @@ def test_the_time_limit_holds_before_any_plan_is_known() -> None:
         holds_gradients=True,
     )
     start = time.process_time()
-    answer = evaluate(request, setup, OptimizerMode(host_is_ours=True))
+    answer = evaluate(request, setup, OptimizerMode("lowrank_adamw", host_is_ours=True))
     assert answer.plan is not None
     assert answer.estimate.fits
     assert time.process_time() - start < 6  # four searches of half a second, and their simulations
@@ -276,7 +276,9 @@ def test_the_time_limit_holds_before_any_plan_is_known() -> None:
         {"zero_stage": 3, "offload_param": "nvme", "global_batch": 16},
         {"modes": (OptimizerMode(method="apollo"),)},
         {
-            "modes": (OptimizerMode(rank=32, master_weights="none", state_dtype="int8"),),
+            "modes": (
+                OptimizerMode("lowrank_adamw", rank=32, master_weights="none", state_dtype="int8"),
+            ),
             "zero_stage": 2,
         },
         {"machine": replace(MACHINE, num_gpus=2), "zero_stage": 3},

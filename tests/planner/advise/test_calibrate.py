@@ -100,7 +100,9 @@ def test_the_simulator_knows_the_overheads_too() -> None:
     factors = Overheads(2.0, 3.0, 5.0, 7.0, 11.0, 13.0)
     policy = PAPER_POLICY | {"attention_output": "recompute"}
     for products in ("recompute", "project"):
-        problem = small_problem(setup=IN_PLACE, mode=OptimizerMode(rank=64), overheads=factors)
+        problem = small_problem(
+            setup=IN_PLACE, mode=OptimizerMode("lowrank_adamw", rank=64), overheads=factors
+        )
         plan = planned(problem, policy | {"projected_inputs": products})
         assert simulate(problem, plan).seconds == pytest.approx(estimate(problem, plan).seconds)
 
@@ -123,7 +125,7 @@ def test_a_processor_cannot_compute_while_it_copies() -> None:
 
 
 def test_products_of_projected_linears_are_held_or_made_again() -> None:
-    problem = small_problem(setup=IN_PLACE, mode=OptimizerMode(rank=64))
+    problem = small_problem(setup=IN_PLACE, mode=OptimizerMode("lowrank_adamw", rank=64))
     kept, again = planned(problem, KEEP), planned(problem, KEEP | {"projected_inputs": "recompute"})
     held, not_held = (held_by_component(problem, plan) for plan in (kept, again))
     products = sum(x.count * x.projected_bytes for x in problem.workload.layers)

@@ -31,7 +31,7 @@ RUN = {
     "optimizer": {"type": "HMT", "params": {"lr": 1e-3}},
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 1},
-    "hmt": {"optimizer": {"rank": 2}},
+    "hmt": {"optimizer": {"method": "lowrank_adamw", "rank": 2}},
 }
 
 
@@ -51,7 +51,7 @@ def test_every_parameter_and_every_byte_of_its_states(name: str) -> None:
         real = dict(model_type(name)(tiny_config(name)).named_parameters())
     shape = shape_of_architecture(named(name))
     assert num_parameters(shape) == sum(p.numel() for p in real.values())
-    mode = OptimizerMode(rank=2, expert_basis="auto")
+    mode = OptimizerMode("lowrank_adamw", rank=2, expert_basis="auto")
     found = model_states(shape, mode)
     dense = sum(p.count for p in parameters(shape) if p.trained and not mode.is_low_rank(p))
     held = dry_run(RUN, partial(meta_model, named(name)), 1).held["device"]

@@ -26,6 +26,8 @@ from hmt_deepspeed.planner.run.modes import OptimizerMode
 from hmt_deepspeed.planner.run.refresh import worst_refresh
 from hmt_deepspeed.planner.run.states import states_by_parameter
 
+LOW_RANK = {"method": "lowrank_adamw"}
+
 MIXTURES = Path(__file__).resolve().parents[1] / "mixtures"
 # Parameters as published, in billions: all, and those of a token (gpt-oss and Llama 4 without the table of embeddings,
 # Llama 4 with its vision tower), to the digits that are published; GPUs that its training fits on.
@@ -112,7 +114,7 @@ def test_experts_that_the_optimizer_does_not_know_stay_dense() -> None:
     model = model_type("mixtral")(tiny_config("mixtral"))
     experts = model.model.layers[0].mlp.experts
     experts.forward = lambda *tokens: type(experts).forward(experts, *tokens)
-    mode = OptimizerMode(rank=4, expert_basis="shared")
+    mode = OptimizerMode("lowrank_adamw", rank=4, expert_basis="shared")
     low_rank = [p.name for p in parameters(listed_shape(model)) if mode.is_low_rank(p)]
     found = [name for name in low_rank if "experts" in name]
     assert len(found) == 2  # of the other layer
@@ -136,8 +138,8 @@ def test_states_of_experts_are_their_formulas(qwen3: ListedShape, basis: str) ->
     own = basis == "own"
     # until down projections have decided, bases of their own at equal bytes lie beside the shared one
     proposed = E * M * 40 * 2 if basis == "auto" else 0
-    mode = OptimizerMode(**given, expert_basis=basis)
-    found = difference(qwen3, mode, OptimizerMode(**given, **LEFT))
+    mode = OptimizerMode(**{**LOW_RANK, **given}, expert_basis=basis)
+    found = difference(qwen3, mode, OptimizerMode(**{**LOW_RANK, **given}, **LEFT))
     rows = 2 * M + (
         H if own else M
     )  # of gate and up; of down by its outputs or, transposed, its inputs
@@ -158,7 +160,7 @@ def test_bases_of_experts_are_whole_on_every_rank_of_stage_3(
     qwen3: ListedShape, basis: str
 ) -> None:
     """Those of linears are sharded there by rows."""
-    mode = OptimizerMode(rank=R, probes=K, expert_basis=basis)
+    mode = OptimizerMode("lowrank_adamw", rank=R, probes=K, expert_basis=basis)
     whole, part = (
         {
             p.name.rpartition("layers.*.")[2]: found
@@ -178,7 +180,7 @@ def test_int8_weights_of_experts(qwen3: ListedShape) -> None:
     """A byte an element, a scale for 256 of a row."""
     given = {"rank": R, "master_weights": "none", "expert_basis": "shared"}
     plain, coded = (
-        model_states(qwen3, OptimizerMode(**given, weight_dtype=dtype))
+        model_states(qwen3, OptimizerMode(**{**LOW_RANK, **given}, weight_dtype=dtype))
         for dtype in ("auto", "int8")
     )
     rows, of_output = 4096 + 2 * 512, 4096  # of q, k and v; columns of the output projection
@@ -190,7 +192,9 @@ def test_int8_weights_of_experts(qwen3: ListedShape) -> None:
 
 def test_experts_have_no_core(qwen3: ListedShape) -> None:
     two_sided, right = (
-        model_states(qwen3, OptimizerMode(rank=R, expert_basis="shared", projection=side))
+        model_states(
+            qwen3, OptimizerMode("lowrank_adamw", rank=R, expert_basis="shared", projection=side)
+        )
         for side in ("two_sided", "right")
     )
     experts = LAYERS * 2 * 4 * E * 3 * M * R
@@ -199,7 +203,7 @@ def test_experts_have_no_core(qwen3: ListedShape) -> None:
 
 
 def test_rows_of_all_experts_are_divided_over_ranks(qwen3: ListedShape) -> None:
-    mode = OptimizerMode(rank=R, probes=K, expert_basis="shared")
+    mode = OptimizerMode("lowrank_adamw", rank=R, probes=K, expert_basis="shared")
     whole, part = (model_states(qwen3, mode, Sharding(2, ranks)) for ranks in (1, 8))
     assert part.moments == pytest.approx(whole.moments / 8, rel=0.01)
     assert part.gradients == pytest.approx(whole.gradients / 8, rel=0.01)
@@ -207,10 +211,12 @@ def test_rows_of_all_experts_are_divided_over_ranks(qwen3: ListedShape) -> None:
 
 
 def test_a_refresh_forms_the_gradients_of_all_experts_of_a_weight(qwen3: ListedShape) -> None:
-    mode = OptimizerMode(rank=R, probes=K, expert_basis="shared", max_full_gradient_bytes=2**30)
+    mode = OptimizerMode(
+        "lowrank_adamw", rank=R, probes=K, expert_basis="shared", max_full_gradient_bytes=2**30
+    )
     beyond = 2 * E * 2 * M * (H - R - K)
     assert worst_refresh(qwen3, mode, 2).full_gradients >= beyond
-    with_all = OptimizerMode(rank=R, probes=K, expert_basis="shared")
+    with_all = OptimizerMode("lowrank_adamw", rank=R, probes=K, expert_basis="shared")
     assert worst_refresh(qwen3, with_all, 2).full_gradients >= beyond
 
 
@@ -226,7 +232,7 @@ def test_inputs_of_experts_are_saved_as_products_of_their_tokens(qwen3: ListedSh
     """Bytes of a token: of rows (pairs of a token and an expert) two inputs and the last output; projected r + k
     columns of the token, or with bases of their own of each row."""
     ordinary, shared, own = (
-        layer_of(qwen3, OptimizerMode(rank=R, probes=K, **basis_of(basis)))
+        layer_of(qwen3, OptimizerMode("lowrank_adamw", rank=R, probes=K, **basis_of(basis)))
         for basis in (None, "shared", "own")
     )
     freed = CHOSEN * (H + M + H) * 2
@@ -240,7 +246,7 @@ def test_inputs_of_experts_are_saved_as_products_of_their_tokens(qwen3: ListedSh
 def test_flops_of_projected_experts(qwen3: ListedShape) -> None:
     """``X B`` by token and ``D^T (X B)`` by row for gate and up; ``D B`` by token and its product by row for down."""
     ordinary, shared, own = (
-        layer_of(qwen3, OptimizerMode(rank=R, probes=K, **basis_of(basis)))
+        layer_of(qwen3, OptimizerMode("lowrank_adamw", rank=R, probes=K, **basis_of(basis)))
         for basis in (None, "shared", "own")
     )
     width, whole = R + K, 2 * CHOSEN * 3 * H * M
@@ -259,7 +265,9 @@ def test_flops_of_projected_experts(qwen3: ListedShape) -> None:
 def test_choices_of_experts(qwen3: ListedShape, projected: bool) -> None:
     """What the routing weights read of a row goes with its gate and up, unless down is projected; the router's output
     is held whatever is chosen, and not computed again."""
-    mode = OptimizerMode(rank=R, probes=K, **basis_of("shared" if projected else None))
+    mode = OptimizerMode(
+        "lowrank_adamw", rank=R, probes=K, **basis_of("shared" if projected else None)
+    )
     layer = layer_of(qwen3, mode)
     sites = {site.name: site for site in layer.sites}
     experts, router = sites["experts"], sites["router"]

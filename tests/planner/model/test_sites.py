@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from low_rank_adamw import low_rank_adamw
 from real_models import MICRO_BATCH, SEQ_LENGTH, config, flops, saved_bytes, tokens
 
 from hmt_deepspeed.config.codecs import held_bytes
 from hmt_deepspeed.config.components import COMPONENTS
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.model.flops import Projected
 from hmt_deepspeed.planner.model.layer_sites import OUTSIDE
 from hmt_deepspeed.planner.model.shapes import num_parameters, plain_shape
 from hmt_deepspeed.planner.model.workload import build_workload, recompute_flops
 from hmt_deepspeed.planner.run.memory import OptimizerMode
+
+LOW_RANK = {"method": "lowrank_adamw"}
 
 SIZES = {"micro_batch": MICRO_BATCH, "seq_length": SEQ_LENGTH}
 KEPT = {
@@ -160,7 +162,7 @@ def test_projected_backward_is_what_the_optimizer_runs(name, mode):
 
     made = config(name)
     network = AutoModelForCausalLM.from_config(made, attn_implementation="eager").train()
-    optimizer = HMT(network, lr=1e-4, max_full_gradient_bytes=2**30, **MODES[mode])
+    optimizer = low_rank_adamw(network, lr=1e-4, max_full_gradient_bytes=2**30, **MODES[mode])
     for _ in range(2):  # all bases are found in the first step, the second projects
         network(input_ids=tokens(), labels=tokens()).loss.backward()
         optimizer.step()
@@ -172,7 +174,7 @@ def test_projected_backward_is_what_the_optimizer_runs(name, mode):
         **SIZES,
         itemsize=4,
         attention="eager",
-        projected=OptimizerMode(**fields, adamw_modules=left).backward(),
+        projected=OptimizerMode(**{**LOW_RANK, **fields}, adamw_modules=left).backward(),
     )
     assert flops(network) == (planned.forward_flops, planned.backward_flops)
     assert saved_bytes(network)["layer"] == planned.layers[0].saved_bytes

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from architectures import model_type, tiny_config
+from low_rank_adamw import low_rank_adamw
 from real_models import Alive
 
 from hmt_deepspeed.activations.backend import ActivationBackend
@@ -18,7 +19,6 @@ from hmt_deepspeed.attribution import attribute
 from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.kernels import chunks
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, encoded_weights
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.model.listed_workload import workload_of
 from hmt_deepspeed.planner.model.structure import listed_shape
 from hmt_deepspeed.planner.model.workload import made_again
@@ -28,6 +28,8 @@ from hmt_deepspeed.planner.run.memory import (
     model_states,
     temporary_bytes,
 )
+
+LOW_RANK = {"method": "lowrank_adamw"}
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "llama4")
 MODES: dict[str, dict[str, Any]] = {
@@ -52,25 +54,29 @@ MODES: dict[str, dict[str, Any]] = {
 )
 def test_states_are_those_that_the_optimizer_reports(family: str, mode: str) -> None:
     network = model_type(family)(tiny_config(family)).to(torch.bfloat16)
-    optimizer = HMT(network, lr=1e-3, **{"rank": 4, **MODES[mode]})
+    optimizer = low_rank_adamw(network, lr=1e-3, **{"rank": 4, **MODES[mode]})
     reported = sum(row.state_bytes for row in optimizer.describe())
     fields = {"rank": 4, "expert_basis": "auto", **MODES[mode]}
     redrawn = fields.pop("range_finder", None) is not None
-    planned = model_states(listed_shape(network), OptimizerMode(**fields, redrawn=redrawn))
+    planned = model_states(
+        listed_shape(network), OptimizerMode(**{**LOW_RANK, **fields}, redrawn=redrawn)
+    )
     assert planned.optimizer == reported
 
 
 def test_a_basis_that_is_chosen_takes_no_more_than_is_planned() -> None:
     """Tokens of an expert have little in common here: down projections take bases of their own, by two gradients."""
     network = scaled()
-    optimizer = HMT(network, lr=1e-4, **FIELDS)
+    optimizer = low_rank_adamw(network, lr=1e-4, **FIELDS)
     for _ in range(2):
         Step(network)
         optimizer.step()
         optimizer.zero_grad()
     assert any(m.own_bases for name, m in optimizer.matrices.items() if "experts.down" in name)
     reported = sum(row.state_bytes for row in optimizer.describe())
-    planned = model_states(listed_shape(network), OptimizerMode(**FIELDS, expert_basis="auto"))
+    planned = model_states(
+        listed_shape(network), OptimizerMode(**{**LOW_RANK, **FIELDS}, expert_basis="auto")
+    )
     assert 0.95 * planned.optimizer < reported <= planned.optimizer
 
 
@@ -79,7 +85,7 @@ def test_experts_that_decide_are_planned_with_the_wider_of_both() -> None:
     that the bases that are proposed."""
     fields = FIELDS | {"target_modules": ("experts",)}
     network = scaled()
-    optimizer = HMT(network, lr=1e-4, **(fields | {"target_modules": ["experts"]}))
+    optimizer = low_rank_adamw(network, lr=1e-4, **(fields | {"target_modules": ["experts"]}))
     counted, left = [], []
     for _ in range(3):
         step = Step(network)
@@ -92,7 +98,7 @@ def test_experts_that_decide_are_planned_with_the_wider_of_both() -> None:
     downs = [name for name, m in optimizer.matrices.items() if m.own_bases]
     assert downs
     assert not any(m.undecided for m in optimizer.matrices.values())
-    shape, mode = listed_shape(network), OptimizerMode(**fields, on_gpu=False)
+    shape, mode = listed_shape(network), OptimizerMode(**{**LOW_RANK, **fields}, on_gpu=False)
     decided = replace(
         mode,
         ranks=tuple((name, 5) for name in downs),
@@ -142,9 +148,13 @@ def test_what_a_choice_holds_and_runs_again_is_what_the_backend_counts(
     network = model_type(family)(tiny_config(family)).to(torch.bfloat16).train()
     ids = torch.arange(96).remainder(100).view(2, 48) + 2
     fields: dict[str, Any] = {"rank": 4, "probes": 4, "max_full_gradient_bytes": 2**30}
-    mode = OptimizerMode(**fields, expert_basis=basis) if basis else OptimizerMode(method="adamw")
+    mode = (
+        OptimizerMode(**{**LOW_RANK, **fields}, expert_basis=basis)
+        if basis
+        else OptimizerMode(method="adamw")
+    )
     if basis:
-        optimizer = HMT(network, lr=1e-4, **fields, expert_basis=basis)
+        optimizer = low_rank_adamw(network, lr=1e-4, **fields, expert_basis=basis)
         for _ in range(2):  # all bases are found in the first step, the second projects
             network(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
@@ -208,8 +218,8 @@ def test_int8_states_of_experts_that_are_large_enough(basis: str) -> None:
     """Of gate and up 192 x 24 elements of an expert; of down fewer than 4096 by a shared basis, 256 x 24 by its own."""
     fields = {"rank": 24, "state_dtype": "int8", "expert_basis": basis}
     network = scaled()
-    reported = sum(row.state_bytes for row in HMT(network, lr=1e-3, **fields).describe())
-    mode = OptimizerMode(**fields)
+    reported = sum(row.state_bytes for row in low_rank_adamw(network, lr=1e-3, **fields).describe())
+    mode = OptimizerMode(**{**LOW_RANK, **fields})
     assert model_states(listed_shape(network), mode).optimizer == reported
 
 
@@ -221,13 +231,13 @@ def int8_weights(network: Any) -> list[Int8Weight]:
 def test_int8_weights_are_those_that_the_optimizer_holds(family: str) -> None:
     """Llama-4's router is a linear whose forward does more than its product: its weight stays as it is."""
     network = model_type(family)(tiny_config(family)).to(torch.bfloat16)
-    optimizer = HMT(network, lr=1e-3, rank=4, weight_dtype="int8")
+    optimizer = low_rank_adamw(network, lr=1e-3, rank=4, weight_dtype="int8")
     encoded = int8_weights(network)
     assert any(weight.codes.dim() == 3 for weight in encoded)
     held = sum(weight.nbytes for weight in encoded)
     # an encoded weight's Parameter is one NaN, expanded
     held += sum(p.nbytes for p in network.parameters() if any(p.stride()))
-    mode = OptimizerMode(rank=4, weight_dtype="int8", expert_basis="auto")
+    mode = OptimizerMode("lowrank_adamw", rank=4, weight_dtype="int8", expert_basis="auto")
     shape = listed_shape(network)
     encodes = {p.name for p in shape.listed if mode.is_encoded(p)}
     names = (
@@ -268,7 +278,7 @@ def run_of(**more: Any) -> dict[str, Any]:
     Columns that linears share are laid out in the step before the second.
     """
     network, fields = scaled(), FIELDS | more
-    optimizer = HMT(network, lr=1e-4, **fields)
+    optimizer = low_rank_adamw(network, lr=1e-4, **fields)
     steps = []
     for _ in range(3):
         steps.append(Step(network))
@@ -278,7 +288,7 @@ def run_of(**more: Any) -> dict[str, Any]:
     steps = [steps[0], steps[2], Step(network)]
     reported = sum(row.state_bytes for row in optimizer.describe())
     shape = listed_shape(network)
-    mode = OptimizerMode(**fields, on_gpu=False)
+    mode = OptimizerMode(**{**LOW_RANK, **fields}, on_gpu=False)
     work, ordinary = (
         workload_of(shape, micro_batch=BATCH, seq_length=LENGTH, projected=projected)
         for projected in (mode.backward(), None)
@@ -309,7 +319,7 @@ def test_projected_gradients_are_their_formula(basis: str) -> None:
     """In fp32; of experts alone, since a CPU leaves those of linears in 16 bits beside."""
     network = scaled()
     fields = FIELDS | {"expert_basis": basis, "target_modules": ["experts"]}
-    optimizer = HMT(network, lr=1e-4, **fields)
+    optimizer = low_rank_adamw(network, lr=1e-4, **fields)
     for _ in range(2):
         step = Step(network)
         optimizer.step()

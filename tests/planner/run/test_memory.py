@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from low_rank_adamw import low_rank_adamw
 from problems import ADAMW, linear_shapes, small_problem
 from real_models import Alive, config, fresh, model, run, tokens
 
@@ -13,7 +14,6 @@ from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.config.full_gradients import auto_full_gradient_bytes
 from hmt_deepspeed.optim.decisions.schedule import RefreshSchedule
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.model.shapes import num_parameters, parameters, plain_shape
@@ -32,6 +32,8 @@ from hmt_deepspeed.planner.run.memory import (
 from hmt_deepspeed.planner.run.problem import RunSetup
 from hmt_deepspeed.planner.run.refresh import worst_refresh
 from hmt_deepspeed.zero.planning import facts as plan_inputs
+
+LOW_RANK = {"method": "lowrank_adamw"}
 
 GIB, GB = 2**30, 10**9
 REPLICATED = Sharding()
@@ -190,7 +192,7 @@ def test_peak_of_a_backward_in_which_every_matrix_refreshes(dtype):
     """It forms full gradients and keeps linears' inputs; the next one projects."""
     network, ids = fresh("llama", dtype).train(), tokens(8, 64)
     fields = {"rank": 8, "max_full_gradient_bytes": 2**30}
-    optimizer = HMT(network, lr=1e-4, **fields)
+    optimizer = low_rank_adamw(network, lr=1e-4, **fields)
     network.activation_checkpointing_enable({"use_reentrant": False})
     peaks = []
     for _ in range(2):
@@ -204,7 +206,7 @@ def test_peak_of_a_backward_in_which_every_matrix_refreshes(dtype):
         peaks.append(alive.peak)
         optimizer.step()
         optimizer.zero_grad()
-    shape, mode = shape_of_config(config("llama")), OptimizerMode(**fields)
+    shape, mode = shape_of_config(config("llama")), OptimizerMode(**{**LOW_RANK, **fields})
     sizes = {"micro_batch": 8, "seq_length": 64, "itemsize": dtype.itemsize}
     work = build_workload(shape, **sizes, projected=mode.backward())
     moments = temporary_bytes(work, mode)
@@ -224,7 +226,7 @@ def test_matrices_refresh_in_the_models_order_as_far_as_the_bytes_go():
     sizes = [m * n * 2 for m, n in [p.shape for p in parameters(shape) if p.kind == "linear"]]
     columns = [p.shape[0] * (8 + 8) * 2 for p in parameters(shape) if p.kind == "linear"]
     for budget in (None, 30_000, 50_000, 10**6):
-        mode = OptimizerMode(rank=8, max_full_gradient_bytes=budget)
+        mode = OptimizerMode("lowrank_adamw", rank=8, max_full_gradient_bytes=budget)
         every = sizes * shape.layers
         auto = auto_full_gradient_bytes(every)
         schedule, most = RefreshSchedule(every, 1000, budget or auto), 0
@@ -234,9 +236,13 @@ def test_matrices_refresh_in_the_models_order_as_far_as_the_bytes_go():
             for index in due:
                 schedule.refreshed(index, step)
         assert worst_refresh(shape, mode, 2).full_gradients == most
-    assert worst_refresh(shape, OptimizerMode(residual="full"), 2).full_gradients == 0
-    assert worst_refresh(shape, ADAMW, 2) == worst_refresh(shape, OptimizerMode(redrawn=True), 2)
-    shared = worst_refresh(shape, OptimizerMode(rank=8, share_basis=True), 2)
+    assert (
+        worst_refresh(shape, OptimizerMode("lowrank_adamw", residual="full"), 2).full_gradients == 0
+    )
+    assert worst_refresh(shape, ADAMW, 2) == worst_refresh(
+        shape, OptimizerMode("lowrank_adamw", redrawn=True), 2
+    )
+    shared = worst_refresh(shape, OptimizerMode("lowrank_adamw", rank=8, share_basis=True), 2)
     # gate and up are the largest group; beside q, k and v there is room for o
     assert {frozenset({"qkv", "out"}), frozenset({"up"})} < shared.inputs
     assert not any({"up", "down"} <= roles for roles in shared.inputs)
@@ -271,16 +277,18 @@ def test_temporary_bytes_of_several_ranks():
     )  # without embedding, head and final norm: two layers
     assert split.gathered == layer * 2  # one computed, one prefetched
     assert split.buckets == (1000 + 160 * 64) * 2  # one bucket, and a linear's of the MLP by itself
-    projected = temporary_bytes(work, OptimizerMode(rank=8), Sharding(3, 2), bucket_elements=1000)
+    projected = temporary_bytes(
+        work, OptimizerMode("lowrank_adamw", rank=8), Sharding(3, 2), bucket_elements=1000
+    )
     assert projected.buckets == (1000 + 128 * 64) * 2  # the embedding's
     wide = temporary_bytes(work, ADAMW, Sharding(3, 2), bucket_elements=11000)
     assert wide.buckets == 2 * 11000 * 2
     in_backward = split.layer + split.weight_gradient + split.buckets
     assert split.peak == split.gathered + max(split.logits, in_backward)
-    low_rank = temporary_bytes(work, OptimizerMode(rank=8))
+    low_rank = temporary_bytes(work, OptimizerMode("lowrank_adamw", rank=8))
     # down's, beside which no other fits into an eighth of all
     assert low_rank.full_gradient == 2 * 64 * (160 - (8 + 8))
-    mode = OptimizerMode(rank=8)
+    mode = OptimizerMode("lowrank_adamw", rank=8)
     projected = build_workload(shape, micro_batch=2, seq_length=32, projected=mode.backward())
     kept = temporary_bytes(projected, mode).refreshed_inputs
     assert kept == 2 * 32 * 64 * 2  # q's, k's and v's, or gate's
@@ -322,8 +330,8 @@ def test_activations_get_what_the_second_slots_of_states_leave_of_an_ssd(monkeyp
         (lambda: Sharding(4, 1), "stage is 4"),
         (lambda: Sharding(1, 0), "world_size is 0"),
         (lambda: OptimizerMode(method="sgd"), "method is 'sgd'"),
-        (lambda: OptimizerMode(state_dtype="fp8"), "state_dtype is 'fp8'"),
-        (lambda: OptimizerMode(rank=0), "rank is 0"),
+        (lambda: OptimizerMode("lowrank_adamw", state_dtype="fp8"), "state_dtype is 'fp8'"),
+        (lambda: OptimizerMode("lowrank_adamw", rank=0), "rank is 0"),
     ],
 )
 def test_limits_name_field_value_and_legal_values(call, text):

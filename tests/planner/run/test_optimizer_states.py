@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+from low_rank_adamw import low_rank_adamw
 from problems import ADAMW, linear_shapes
 from real_models import config, fresh, run
 
 from hmt_deepspeed.config.components import PAPER_POLICY
 from hmt_deepspeed.kernels.low_rank_factors import low_rank_product
 from hmt_deepspeed.optim.backward.int8_linear import encoded_weight
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules.build import build_matrix
 from hmt_deepspeed.optim.settings.assign import assign_rules, linear_weights
 from hmt_deepspeed.optim.settings.options import complete_options, matrix_settings
@@ -32,6 +32,8 @@ from hmt_deepspeed.planner.solve.cost import estimate
 from hmt_deepspeed.planner.solve.plan import regrouped, uniform_plan
 from hmt_deepspeed.zero.planning import facts as plan_inputs
 from hmt_deepspeed.zero.sharding.shards import RowShards
+
+LOW_RANK = {"method": "lowrank_adamw"}
 
 KEEP = dict.fromkeys(PAPER_POLICY, "keep") | {"projected_inputs": "project"}
 MODES = {
@@ -75,9 +77,9 @@ def planned_mode(fields):
     mode = dict(fields)
     mode["adamw_modules"] = tuple(mode.pop("module_rules", ()))
     return (
-        OptimizerMode(**mode, redrawn=True)
+        OptimizerMode(**{**LOW_RANK, **mode}, redrawn=True)
         if mode.pop("range_finder", None)
-        else OptimizerMode(**mode)
+        else OptimizerMode(**{**LOW_RANK, **mode})
     )
 
 
@@ -88,7 +90,7 @@ def planned_mode(fields):
     + [("gpt2", mode) for mode in MODES if mode != "int8 weights"],
 )
 def test_states_are_those_that_the_optimizer_reports(name, mode):
-    optimizer = HMT(fresh(name, torch.bfloat16), lr=1e-3, **MODES[mode])
+    optimizer = low_rank_adamw(fresh(name, torch.bfloat16), lr=1e-3, **MODES[mode])
     reported = sum(row.state_bytes for row in optimizer.describe())
     planned = model_states(shape_of_config(config(name)), planned_mode(MODES[mode]))
     assert planned.optimizer == reported
@@ -111,7 +113,7 @@ CHOSEN = {
 @pytest.mark.parametrize("case", CHOSEN)
 def test_ranks_that_are_chosen_are_planned_as_the_largest_candidates(name, case):
     """Shares of each matrix's smaller side, where the candidates are: as many bytes as the optimizer then has."""
-    optimizer = HMT(fresh(name, torch.bfloat16), lr=1e-3, **CHOSEN[case])
+    optimizer = low_rank_adamw(fresh(name, torch.bfloat16), lr=1e-3, **CHOSEN[case])
     optimizer.describe()
     for matrix in optimizer.matrices.values():
         if matrix.rank < matrix.candidates[-1]:
@@ -127,19 +129,21 @@ def test_ranks_that_are_chosen_are_planned_as_the_largest_candidates(name, case)
 def test_shared_bases_are_held_once(name):
     """Who shares shows in the first forward: q, k and v; gate and up, but not Phi's fc1 after its dense."""
     network = fresh(name, torch.bfloat16).train()
-    optimizer = HMT(network, lr=1e-3, rank=8, share_basis=True, max_full_gradient_bytes=2**30)
+    optimizer = low_rank_adamw(
+        network, lr=1e-3, rank=8, share_basis=True, max_full_gradient_bytes=2**30
+    )
     for _ in range(2):
         run(network).backward()
         optimizer.step()
         optimizer.zero_grad()
     reported = sum(row.state_bytes for row in optimizer.describe())
-    mode = OptimizerMode(rank=8, share_basis=True)
+    mode = OptimizerMode("lowrank_adamw", rank=8, share_basis=True)
     assert model_states(shape_of_config(config(name)), mode).optimizer == reported
 
 
 def test_int8_weights_are_those_that_the_optimizer_holds():
     network = fresh("llama", torch.bfloat16)
-    optimizer = HMT(network, lr=1e-3, rank=16, weight_dtype="int8")
+    optimizer = low_rank_adamw(network, lr=1e-3, rank=16, weight_dtype="int8")
     encoded = (encoded_weight(module) for module in network.modules())
     held = sum(weight.nbytes for weight in encoded if weight is not None)
     # an encoded weight's Parameter is one NaN, expanded
@@ -161,7 +165,7 @@ def test_sharded_moments_are_those_of_the_rows_that_a_rank_touches(mode, world):
     fields = {k: v for k, v in MODES[mode].items() if k != "target_modules"}
     assigned = assign_rules(
         [(name, tuple(p.shape)) for name, p in network.named_parameters()],
-        settings=matrix_settings(complete_options(fields)),
+        settings=matrix_settings(complete_options({**LOW_RANK, **fields})),
         target_modules=MODES[mode].get("target_modules"),
         linear_names=linear_weights(network),
     )
@@ -193,7 +197,7 @@ def test_sharded_moments_are_those_of_the_rows_that_a_rank_touches(mode, world):
 
 
 def test_each_stage_divides_what_it_says():
-    shape, mode = shape_of_config(config("llama")), OptimizerMode(rank=16)
+    shape, mode = shape_of_config(config("llama")), OptimizerMode("lowrank_adamw", rank=16)
     at = {stage: model_states(shape, mode, Sharding(stage, 4)) for stage in range(4)}
     assert at[1].weights == at[0].weights
     assert at[1].gradients == at[0].gradients
@@ -205,7 +209,7 @@ def test_each_stage_divides_what_it_says():
     assert at[3].bases == at[0].bases / 4
     assert at[3].probes == at[0].probes / 4
     left = OptimizerMode(
-        rank=16, projection="left"
+        "lowrank_adamw", rank=16, projection="left"
     )  # backward itself reads its bases: whole everywhere
     whole = model_states(shape, left).bases
     assert model_states(shape, left, Sharding(3, 4)).bases == whole
@@ -224,9 +228,11 @@ def test_a_rank_above_a_matrix_smaller_side_is_lowered(method):
 def test_single_matrices_have_ranks_of_their_own():
     shape, sizes = shape_of_config(config("llama")), {"micro_batch": 2, "seq_length": 16}
     names = [p.name for p in parameters(shape) if p.kind == "linear"]
-    wide, narrow = OptimizerMode(rank=32), OptimizerMode(rank=16)
-    every = OptimizerMode(rank=32, ranks=tuple((name, 16) for name in names))
-    one = OptimizerMode(rank=32, ranks=((next(n for n in names if "q_proj" in n), 16),))
+    wide, narrow = OptimizerMode("lowrank_adamw", rank=32), OptimizerMode("lowrank_adamw", rank=16)
+    every = OptimizerMode("lowrank_adamw", rank=32, ranks=tuple((name, 16) for name in names))
+    one = OptimizerMode(
+        "lowrank_adamw", rank=32, ranks=((next(n for n in names if "q_proj" in n), 16),)
+    )
     assert model_states(shape, every) == model_states(shape, narrow)
     built = [
         build_workload(shape, **sizes, projected=mode.backward()).layers
@@ -248,7 +254,7 @@ def test_what_is_full_in_some_layers_only_is_priced_so():
     shape, sizes = shape_of_config(config("llama")), {"micro_batch": 2, "seq_length": 16}
     down = next(p for p in parameters(shape) if "down_proj" in p.name)
     m, n = down.shape
-    low = OptimizerMode(rank=8)
+    low = OptimizerMode("lowrank_adamw", rank=8)
     mixed = replace(low, ranks=((down.name.replace("*", "1"), n),))
     every = replace(low, ranks=((down.name, n),))
     states = {mode: model_states(shape, mode) for mode in (low, mixed, every)}
@@ -276,7 +282,10 @@ def test_what_is_full_in_some_layers_only_is_priced_so():
 
 def test_updates_are_sent_in_the_dtype_of_their_product():
     """bf16 factors are multiplied in bf16, fp16 ones in fp32 (`as_factors`)."""
-    shape, mode = shape_of_config(config("llama")), OptimizerMode(rank=8, host_is_ours=True)
+    shape, mode = (
+        shape_of_config(config("llama")),
+        OptimizerMode("lowrank_adamw", rank=8, host_is_ours=True),
+    )
     elements = sum(m * n for m, n in linear_shapes(shape))
     for dtype, update_itemsize in ((torch.bfloat16, None), (torch.float16, 4)):
         product = low_rank_product(torch.ones(4, 2), torch.ones(3, 2, dtype=dtype))
@@ -292,7 +301,9 @@ def test_muon_of_whole_matrices_has_their_gradients_and_an_ordinary_backward():
     assert held.bases == held.probes == 0
     assert mode.backward() is None
     encoded = replace(mode, weight_dtype="int8")
-    optimizer = HMT(fresh("llama", torch.bfloat16), method="muon", rank="full", weight_dtype="int8")
+    optimizer = low_rank_adamw(
+        fresh("llama", torch.bfloat16), method="muon", rank="full", weight_dtype="int8"
+    )
     reported = sum(row.state_bytes for row in optimizer.describe())
     assert model_states(shape, encoded).optimizer == reported
     assert model_states(shape, encoded).weights < held.weights
@@ -303,9 +314,9 @@ def test_gradients_of_low_rank_matrices_are_projected():
     whole = model_states(shape, ADAMW, itemsize=4).gradients
     linears = sum(m * n for m, n in linear_shapes(shape))
     for on_gpu, probes in ((False, 8), (True, 16)):
-        mode = OptimizerMode(rank=16, on_gpu=on_gpu)
+        mode = OptimizerMode("lowrank_adamw", rank=16, on_gpu=on_gpu)
         projected = model_states(shape, mode, itemsize=4).gradients
         columns = sum(m * (16 + probes) for m, _ in linear_shapes(shape))
         assert whole - projected == 4 * (linears - columns)
-    optimizer = HMT(fresh("llama", torch.bfloat16), lr=1e-3, rank=16)
+    optimizer = low_rank_adamw(fresh("llama", torch.bfloat16), lr=1e-3, rank=16)
     assert {matrix.width for matrix in optimizer.matrices.values()} == {16 + 8}

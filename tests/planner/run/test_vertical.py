@@ -22,7 +22,7 @@ TIMES = 4
 POLICY: dict[Component, Choice] = dict.fromkeys(COMPONENTS, "recompute")
 POLICY |= {"layer_input": "swap_host", "residual": "swap_host"}
 POLICY |= {"lm_head": "swap_host", "experts": "keep", "layernorm": "keep"}
-MODE = OptimizerMode(rank=128, master_weights="none")
+MODE = OptimizerMode("lowrank_adamw", rank=128, master_weights="none")
 REQUEST = Request(
     model_shape("7b", 32000),
     named_machine("rtx4090", num_gpus=1, host_memory=256 * 2**30),
@@ -91,7 +91,9 @@ def test_inputs_of_layers_may_wait_without_the_sum_after_attention() -> None:
 
 def test_states_bases_and_gradients_of_the_70b_are_their_formulas() -> None:
     """Right bases of r columns and 32 probes, both bf16; two moments in 8 bits with an fp32 scale for 256 of them."""
-    mode = OptimizerMode(rank=128, master_weights="none", state_dtype="int8", on_gpu=True)
+    mode = OptimizerMode(
+        "lowrank_adamw", rank=128, master_weights="none", state_dtype="int8", on_gpu=True
+    )
     request = replace(REQUEST, shape=model_shape("70b", 32000), modes=(mode,))
     _, setup = setups(request)
     memory = evaluate(request, setup, mode).estimate.memory

@@ -301,7 +301,7 @@ def test_low_rank_states_and_projected_backward() -> None:
     """HMT's mode: smaller states and gradients, and a third of the linears' FLOPs less."""
     setup = RunSetup(zero_stage=2)
     full = found_for(small_problem(setup=setup), KEEP)
-    low = found_for(small_problem(setup=setup, mode=OptimizerMode(rank=32)), KEEP)
+    low = found_for(small_problem(setup=setup, mode=OptimizerMode("lowrank_adamw", rank=32)), KEEP)
     assert low.memory["gpu"]["gradients"] < 0.3 * full.memory["gpu"]["gradients"]
     assert low.memory["gpu"]["optimizer states"] < 0.5 * full.memory["gpu"]["optimizer states"]
     assert low.hardware_flops < 0.8 * full.hardware_flops
@@ -316,7 +316,7 @@ def test_no_machine_does_more_than_its_peak(name: str, size: str) -> None:
     setup, everything = RunSetup(zero_stage=2), MemoryBudget(2**62, 2**62, 2**62)
     machine = named_machine(name)
     found = {}
-    for mode in (OptimizerMode(rank=32), ADAMW):
+    for mode in (OptimizerMode("lowrank_adamw", rank=32), ADAMW):
         work = build_workload(
             model_shape(size), micro_batch=8, seq_length=1024, projected=mode.backward()
         )
@@ -381,7 +381,7 @@ def test_plans_of_other_layers_are_refused(score) -> None:  # type: ignore[no-un
     with pytest.raises(ValueError, match="the plan has 2 layers; legal: 4"):
         score(problem, replace(plan, layers=(part,)))
     own_rank = ("layers.1.mlp.up.weight", 32)
-    apart = small_problem(layers=4, mode=OptimizerMode(rank=64, ranks=(own_rank,)))
+    apart = small_problem(layers=4, mode=OptimizerMode("lowrank_adamw", rank=64, ranks=(own_rank,)))
     held = uniform_plan(apart.workload, MACHINE, KEEP)
     together = replace(held.layers[0], layers=(0, 1))
     with pytest.raises(ValueError, match=r"layers \(0, 1\) take the same choices; legal: .*equal"):

@@ -96,7 +96,7 @@ def test_policy_and_overrides_give_every_layer_its_choices(plan: Plan) -> None:
 
 def test_layers_that_project_at_other_ranks_only_take_what_is_executed_there() -> None:
     """A plan made where some layer projects nothing has no choice for it: the policy is in force then."""
-    projecting = small_problem(layers=6, mode=OptimizerMode(rank=64)).workload
+    projecting = small_problem(layers=6, mode=OptimizerMode("lowrank_adamw", rank=64)).workload
     held = PAPER_POLICY | {"projected_inputs": "project"}
     without = uniform_plan(WORKLOAD, MACHINE, PAPER_POLICY)
     whole = uniform_plan(projecting, MACHINE, held)

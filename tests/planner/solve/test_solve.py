@@ -57,7 +57,9 @@ def random_problem(rng: np.random.Generator) -> tuple[Problem, Allowed]:
     problem = small_problem(
         layers=2,
         setup=setup,
-        mode=OptimizerMode(rank=64) if setup.offload_optimizer == "none" else ADAMW,
+        mode=OptimizerMode("lowrank_adamw", rank=64)
+        if setup.offload_optimizer == "none"
+        else ADAMW,
         device_to_host=float(rng.uniform(2e9, 4e10)),
         both_directions=2.2e10,
         ssd_write=float(rng.uniform(1e9, 4e9)),
@@ -107,7 +109,9 @@ def test_the_plan_is_the_best_there_is() -> None:
 
 def test_projected_inputs_are_held_as_far_as_there_is_room() -> None:
     """To make X [Q | P] again takes time and to hold it memory, layer by layer."""
-    problem = small_problem(layers=6, mode=OptimizerMode(rank=64), setup=RunSetup())
+    problem = small_problem(
+        layers=6, mode=OptimizerMode("lowrank_adamw", rank=64), setup=RunSetup()
+    )
     allowed = allowed_choices(MACHINE, fixed={**RECOMPUTE, "projected_inputs": "project"})
     allowed["projected_inputs"] = ("project", "recompute")
     least = estimate(problem, uniform_plan(problem.workload, problem.machine, RECOMPUTE)).peak(
@@ -124,7 +128,7 @@ def test_projected_inputs_are_held_as_far_as_there_is_room() -> None:
 
 
 def test_96_layers_are_planned_in_less_than_two_seconds() -> None:
-    mode = OptimizerMode(rank=128)
+    mode = OptimizerMode("lowrank_adamw", rank=128)
     problem = small_problem(layers=96, hidden=2048, batch=32, seq_length=1024, mode=mode)
     static = sum(static_bytes(problem)["gpu"].values())
     problem = with_budget(problem, gpu=static + 12e9, host=40e9)

@@ -58,7 +58,7 @@ def test_closed_form_and_simulator_agree_on_long_pipelines(name: str) -> None:
 def test_both_do_the_same_work_for_masters_of_low_rank_matrices(overlap: Overlap) -> None:
     """Their updates leave the device after the verdict; only AdamW's may begin in backward."""
     setup = RunSetup(zero_stage=2, offload_optimizer="cpu", overlap=overlap)
-    mode = OptimizerMode(rank=64, host_is_ours=True)
+    mode = OptimizerMode("lowrank_adamw", rank=64, host_is_ours=True)
     problem = small_problem(layers=40, batch=16, setup=setup, mode=mode)
     plan = planned(problem)
     found, played = estimate(problem, plan), simulate(problem, plan)

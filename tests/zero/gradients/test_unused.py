@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
+from low_rank_adamw import low_rank_adamw
 from torch import Tensor, nn
 from training import bases, ds_config, make_engine, subspace_distance, weights
-
-from hmt_deepspeed.optim.hmt import HMT
 
 WIDTH = 40
 OPTIONS: dict[str, Any] = {"rank": 8, "update_interval": 4, "scale": 1.0}
@@ -121,7 +120,7 @@ def pair_run(stage: int) -> tuple[list[int], Tensor, Tensor]:
 
 def test_a_shared_basis_goes_on_with_the_members_that_are_used(ranks: Ranks) -> None:
     model = Pair()
-    optimizer = HMT(model, lr=3e-3, betas=(0.9, 0.99), **SHARED)
+    optimizer = low_rank_adamw(model, lr=3e-3, betas=(0.9, 0.99), **SHARED)
     for step in range(PAIR_STEPS):
         optimizer.zero_grad()
         model(pair_batch(step), step == 0).backward()

@@ -152,7 +152,7 @@ def shape_of_config_file(folder: Path) -> Any:
 
 def answers(shape: Any, **fields: Any) -> Advice:
     machine = named_machine("rtx4090", num_ssds=1, host_memory=64 * GIB)
-    modes = (OptimizerMode(rank=8), OptimizerMode(method="adamw"))
+    modes = (OptimizerMode("lowrank_adamw", rank=8), OptimizerMode(method="adamw"))
     asked = {"seq_length": 16, "micro_batch": 2, "modes": modes, **fields}
     return advise(Request(shape, machine, **asked))
 
@@ -179,7 +179,7 @@ def every_answer() -> list[tuple[str, Request, Answer]]:
         for answer in beside.answers
         if answer.is_lossy and answer.problem.setup.offload_optimizer != "none"
     ]
-    less = OptimizerMode(rank=8, master_weights="none", state_dtype="bf16")
+    less = OptimizerMode("lowrank_adamw", rank=8, master_weights="none", state_dtype="bf16")
     inputs = {"fixed": ROUNDED_INPUTS, "offload_param": "cpu", "zero_stage": 3, "global_batch": 6}
     in_order = answers(shape, modes=(less,), cpu_adam=False, **inputs)
     found += [(a.name, in_order.request, a) for a in in_order.answers]

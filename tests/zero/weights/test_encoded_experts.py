@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
+from low_rank_adamw import low_rank_adamw
 from mixture_runs import EXPERTS, OPTIONS, STEPS, mixture
 from torch import Tensor
 from training import ds_config, furthest, global_batch, make_engine, model_weights, train_step
 
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, encoded_weights
-from hmt_deepspeed.optim.hmt import HMT
 
 INT8 = {"weight_dtype": "int8"}
 FULL_RANK = {"rank": "auto", "rank_candidates": [2, 4], "rank_budget": None}
@@ -61,7 +61,7 @@ def engine_of(
 def bare(family: str, case: str, steps: int = STEPS, **more: Any) -> dict[str, Any]:
     model = mixture(family, intermediate_size=24)
     options = {**OPTIONS, **INT8, **CASES[case], **more}
-    optimizer = HMT(model, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1, **options)
+    optimizer = low_rank_adamw(model, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1, **options)
     found: dict[str, Any] = {"losses": []}
     for step in range(steps):
         tokens = global_batch(step)

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
+from low_rank_adamw import low_rank_adamw
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from training import LOW_RANK, ds_config, make_engine, model_weights, tiny_llama
 
 from hmt_deepspeed.kernels.chunks import CHUNK_ELEMENTS
 from hmt_deepspeed.optim.backward.int8_linear import Int8Weight, encoded_weight, release
-from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.zero.engine import engine
 from hmt_deepspeed.zero.weights import int8_weight as encoded
 from hmt_deepspeed.zero.weights.int8_weight import encode_placed
@@ -115,7 +115,7 @@ def encoded_for(given: str) -> list[str]:
         for name, param in model.named_parameters():
             param.requires_grad_(name in kept)
     if given == "client":
-        keyword["optimizer"] = HMT([{"params": list(kept.items())}], **LOW_RANK)
+        keyword["optimizer"] = low_rank_adamw([{"params": list(kept.items())}], **LOW_RANK)
         keyword["optimizer"].options["weight_dtype"] = (
             "int8"  # refused of a client without a module
         )

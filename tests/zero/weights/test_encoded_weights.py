@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
+from low_rank_adamw import low_rank_adamw
 from torch import Tensor
 from training import (
     LOW_RANK,
@@ -21,8 +22,6 @@ from training import (
     train,
     weights,
 )
-
-from hmt_deepspeed.optim.hmt import HMT
 
 STEPS = 6
 EARLY = 3
@@ -169,7 +168,7 @@ def built_twice() -> float:
 def built_by_the_client() -> dict[str, Any]:
     model = tiny_llama()
     options = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
-    optimizer = HMT(model, **options, **INT8)
+    optimizer = low_rank_adamw(model, **options, **INT8)
     config = config_of(2)
     del config["hmt"], config["optimizer"]
     engine = make_engine(config, model, optimizer=optimizer, model_parameters=None)
