@@ -44,11 +44,13 @@ _OF_SCALES = "".join(
     for rule in _FIRST_ROWS
     if not rule.is_dense and rule.beside_ratio == 1
 )
-_OF_OTHER_SCALES = "".join(
-    f', "{rule.method}"\'s by {rule.scale:g}'
+_OF_FACTORS = "; ".join(
+    f'of "{rule.method}" the update is multiplied by {rule.scale:g}, and beside it embeddings have '
+    f"{rule.embedding_ratio:g} times the rate, heads and vectors {rule.beside_ratio:g} times"
     for rule in _FIRST_ROWS
-    if rule.beside_ratio != 1 and rule.method != DEFAULT
+    if rule.beside_ratio != 1
 )
+_OF_FACTORS = f"{_OF_FACTORS[0].upper()}{_OF_FACTORS[1:]}."
 _OF_STATES = " and ".join(
     f'{rule.usual_states} of "{rule.method}"' for rule in _FIRST_ROWS if rule.usual_states != "fp32"
 )
@@ -114,8 +116,8 @@ class OptimizerConfig(StrictModel):
         f'chosen per matrix from the candidates.{_OF_RANKS} "full" of {_OF_WHOLE_MATRICES}: whole matrices, '
         "without bases.",
         json_schema_extra={
-            "who": "Everyone, first: half the width with INT8 moments ended 2 to 11 % below AdamW, an eighth 18 "
-            "% above."
+            "who": "Everyone, first: Muon in half the width ended 3 to 6 % below AdamW, in a quarter 0 to 1 % above; wide "
+            "models in small steps, which its products of r x r matrices slow down."
         },
     )
     rank_candidates: RankList | Auto = Field(
@@ -234,9 +236,7 @@ class OptimizerConfig(StrictModel):
     )
     scale: Scale = Field(
         default="auto",
-        description='Factor on the update. "auto": AdamW\'s lr and weight_decay hold. A low-rank update is then '
-        f"multiplied by {rule_of(DEFAULT).scale:g}, GaLore's alpha of 0.25 at ten times AdamW's rate{_OF_OTHER_SCALES}, and embeddings, heads "
-        f"and vectors beside it have {rule_of(DEFAULT).beside_ratio:g} times the rate.{_OF_SCALES} A "
+        description=f'Factor on the update. "auto": AdamW\'s lr and weight_decay hold. {_OF_FACTORS}{_OF_SCALES} A '
         "number is GaLore's alpha, 1 in the HMT paper, and all parameters have the rate that is given.",
         json_schema_extra={
             "who": "A number: whoever goes on with GaLore's settings and learning rate."
@@ -257,7 +257,8 @@ class OptimizerConfig(StrictModel):
         f"of 256. auto: {_OF_STATES}, fp32 of the others, and of AdamW's. Moments of fewer than 4096 elements stay in fp32 where they would be int8; those of AdamW's "
         "tensors also where they would be bf16, and those of its vectors whatever their size.",
         json_schema_extra={
-            "who": "int8: the least memory; at a quarter of the width 2.520 against fp32's 2.515 (1M tokens)."
+            "who": "int8: the least memory; low-rank AdamW at a quarter of the width 2.520 against fp32's 2.515 (1M "
+            "tokens), Muon 1.692 against 1.714 (5M)."
         },
     )
     second_moment: SecondMoment = Field(
