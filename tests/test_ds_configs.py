@@ -40,7 +40,7 @@ EXPECTED = {"hmt": 2, "hmt_adamw": 2, "hmt_fp16": 2, "hmt_no_masters": 2} | {
     "apollo": 2,
     "apollo_mini": 3,
     "two_sided": 2,
-    "muon": 2,
+    "lowrank_adamw": 2,
     "muon_full": 3,
     "rank_budget": 2,
     "small_states": 2,
@@ -165,9 +165,11 @@ def test_the_configs_of_modes_run_their_mode(alone: dict[str, Any]) -> None:
     assert alone["apollo"]["rules"] == quarters  # of the smaller side of k and v, and of the others
     assert alone["apollo_mini"]["rules"] == {("apollo_mini, random of rank 1", "fp32")}
     assert alone["two_sided"]["rules"] == {("lowrank_adamw two_sided", "fp32")}
-    assert alone["muon"]["rules"] == {("muon right", "fp32")}
-    assert alone["muon_full"]["rules"] == {("muon, full rank", "fp32")}
-    assert alone["muon_full"]["share"] == 0.5
+    assert alone["lowrank_adamw"]["rules"] == {("lowrank_adamw right", "fp32")}
+    assert alone["muon_full"]["rules"] == {("muon, full rank", "int8")}
+    assert alone["muon_full"]["share"] == pytest.approx(
+        1 / 8, rel=0.02
+    )  # with scales of 256 elements
     assert alone["rank_budget"]["share"] <= 0.31  # of which the evidence, r numbers, is no part
     assert alone["small_states"]["rules"] == {
         ("lowrank_adamw auto, factored", "bf16"),

@@ -111,11 +111,15 @@ def test_schedules_and_decay_reach_embeddings(setting: Setting, data: Any, store
     assert matrices["weight_decay"] * 1e-3 == pytest.approx(3e-4)
 
 
+# None: of embeddings another than of the head, or rules of their own
+OWN = {"adamw": 1.0, "hmt_lowrank_adamw": 5.0, "hmt": None, "hmt_memory": None}
+
+
 def test_what_a_variant_has_itself_is_known_and_what_cannot_be_is_refused(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = {name: own_embedding_lr_scale(name, 64) for name in ("adamw", "hmt", "hmt_memory")}
-    assert own == {"adamw": 1.0, "hmt": 5.0, "hmt_memory": None}
+    own = {name: own_embedding_lr_scale(name, 64) for name in OWN}
+    assert own == OWN
     assert own_embedding_lr_scale("hmt_d4", 64) == 1.0  # of a scale that is a number
     hyper = replace(setting.hyper(1e-3, 0), embedding_lr_scale=2.0)
     with pytest.raises(ValueError, match="adapters leave embeddings frozen"):

@@ -40,16 +40,19 @@ def test_final_takes_the_best_rate_of_the_sweep(
         make_queue(plan(setting, folder, "final", variants=("hmt_left_d4",)), store)
 
 
+LOW = "hmt_lowrank_adamw"  # whose factor is 5
+
+
 def test_rates_of_embeddings_and_decays_are_swept_and_what_is_given_anyway_is_no_cell_of_its_own(
     setting: Setting, folder: Path, store: Store
 ) -> None:
-    plain = plan(setting, folder, "sweep", variants=("adamw", "hmt"), learning_rates=(1e-3,))
+    plain = plan(setting, folder, "sweep", variants=("adamw", LOW), learning_rates=(1e-3,))
     keys = {own.variant: own.key for own in make_queue(plain, store).cells}
     grid = replace(plain, embedding_lr_scales=(1.0, 5.0), decays=(1e-4, 0.0))
     cells = make_queue(grid, store).cells
     found = [(own.variant, own.embedding_lr_scale, own.decay) for own in cells]
     assert found[:4] == [("adamw", scale, decay) for scale in (None, 5.0) for decay in (None, 0.0)]
-    assert found[4:] == [("hmt", scale, decay) for scale in (1.0, None) for decay in (None, 0.0)]
+    assert found[4:] == [(LOW, scale, decay) for scale in (1.0, None) for decay in (None, 0.0)]
     assert len({own.key for own in cells}) == 8
     assert set(keys.values()) < {own.key for own in cells}
     assert cells[3].key.startswith("sweep-adamw-lr0.001-embeddings5-decay0-seed0-")

@@ -294,13 +294,14 @@ def test_updates_are_sent_in_the_dtype_of_their_product():
 
 
 def test_muon_of_whole_matrices_has_their_gradients_and_an_ordinary_backward():
-    shape, mode = shape_of_config(config("llama")), OptimizerMode(method="muon", rank="full")
+    shape = shape_of_config(config("llama"))
+    mode = OptimizerMode(method="muon", rank="full", state_dtype="fp32")
     held, adamw = model_states(shape, mode), model_states(shape, ADAMW)
     assert held.gradients == adamw.gradients
     assert adamw.moments - held.moments == 4 * sum(m * n for m, n in linear_shapes(shape))
     assert held.bases == held.probes == 0
     assert mode.backward() is None
-    encoded = replace(mode, weight_dtype="int8")
+    encoded = replace(mode, state_dtype="auto", weight_dtype="int8")
     optimizer = low_rank_adamw(
         fresh("llama", torch.bfloat16), method="muon", rank="full", weight_dtype="int8"
     )
