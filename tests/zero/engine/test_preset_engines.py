@@ -17,6 +17,18 @@ STEPS = 40
 STAGES = {"balanced": 2, "memory": 3, "paper": 1}
 
 
+def hosted() -> dict[str, Any]:
+    """The default block with the states in host memory that may be there: AdamW's, in fp32, and masters."""
+    config = ds_config(2, bf16={"enabled": True})
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    config["hmt"] = {}
+    engine = make_engine(config, tiny_llama(seed=7))
+    losses = train(engine, STEPS)
+    rules = {entry.assignment.rule for entry in engine.optimizer.zero.low_rank}
+    engine.destroy()
+    return {"losses": losses, "rules": rules}
+
+
 def preset_runs() -> dict[str, dict[str, Any]]:
     found = {}
     for preset, stage in STAGES.items():
@@ -46,6 +58,12 @@ def runs(ranks: Ranks) -> dict[str, dict[str, Any]]:
     return found
 
 
+def test_the_default_block_goes_with_states_on_the_host(ranks: Ranks) -> None:
+    (found,) = ranks.run(hosted, 1)
+    assert found["losses"][-1] < found["losses"][0] - 0.1
+    assert found["rules"] == {"muon"}
+
+
 def test_every_preset_is_run() -> None:
     assert set(STAGES) == set(PRESETS)
 
@@ -64,7 +82,7 @@ def test_presets_hold_what_they_promise(runs: dict[str, dict[str, Any]]) -> None
     assert balanced["masters"]
     assert not memory["masters"]
     assert not paper["masters"]
-    # of tensors this small the moments stay in fp32, so that half of the width and the factored moment count alone
+    # of tensors this small the states stay in fp32, so that the width and masters count alone
     assert memory["state_bytes"] < 0.5 * balanced["state_bytes"]
     assert not balanced["activations"]
     assert memory["activations"]
