@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import model_type, tiny_config
+from low_rank_adamw import LOW_RANK_ADAMW
 from torch.utils.flop_counter import FlopCounterMode
 
 from hmt_deepspeed.families.table import in_chunks
@@ -25,8 +26,6 @@ from hmt_deepspeed.planner.run.memory import Sharding, model_states
 from hmt_deepspeed.planner.run.modes import OptimizerMode
 from hmt_deepspeed.planner.run.refresh import worst_refresh
 from hmt_deepspeed.planner.run.states import states_by_parameter
-
-LOW_RANK = {"method": "lowrank_adamw"}
 
 MIXTURES = Path(__file__).resolve().parents[1] / "mixtures"
 # Parameters as published, in billions: all, and those of a token (gpt-oss and Llama 4 without the table of embeddings,
@@ -138,8 +137,8 @@ def test_states_of_experts_are_their_formulas(qwen3: ListedShape, basis: str) ->
     own = basis == "own"
     # until down projections have decided, bases of their own at equal bytes lie beside the shared one
     proposed = E * M * 40 * 2 if basis == "auto" else 0
-    mode = OptimizerMode(**{**LOW_RANK, **given}, expert_basis=basis)
-    found = difference(qwen3, mode, OptimizerMode(**{**LOW_RANK, **given}, **LEFT))
+    mode = OptimizerMode(**{**LOW_RANK_ADAMW, **given}, expert_basis=basis)
+    found = difference(qwen3, mode, OptimizerMode(**{**LOW_RANK_ADAMW, **given}, **LEFT))
     rows = 2 * M + (
         H if own else M
     )  # of gate and up; of down by its outputs or, transposed, its inputs
@@ -180,7 +179,7 @@ def test_int8_weights_of_experts(qwen3: ListedShape) -> None:
     """A byte an element, a scale for 256 of a row."""
     given = {"rank": R, "master_weights": "none", "expert_basis": "shared"}
     plain, coded = (
-        model_states(qwen3, OptimizerMode(**{**LOW_RANK, **given}, weight_dtype=dtype))
+        model_states(qwen3, OptimizerMode(**{**LOW_RANK_ADAMW, **given}, weight_dtype=dtype))
         for dtype in ("auto", "int8")
     )
     rows, of_output = 4096 + 2 * 512, 4096  # of q, k and v; columns of the output projection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from low_rank_adamw import low_rank_adamw
+from low_rank_adamw import LOW_RANK_ADAMW, low_rank_adamw
 from real_models import MICRO_BATCH, SEQ_LENGTH, config, flops, saved_bytes, tokens
 
 from hmt_deepspeed.config.codecs import held_bytes
@@ -15,8 +15,6 @@ from hmt_deepspeed.planner.model.layer_sites import OUTSIDE
 from hmt_deepspeed.planner.model.shapes import num_parameters, plain_shape
 from hmt_deepspeed.planner.model.workload import build_workload, recompute_flops
 from hmt_deepspeed.planner.run.memory import OptimizerMode
-
-LOW_RANK = {"method": "lowrank_adamw"}
 
 SIZES = {"micro_batch": MICRO_BATCH, "seq_length": SEQ_LENGTH}
 KEPT = {
@@ -174,7 +172,7 @@ def test_projected_backward_is_what_the_optimizer_runs(name, mode):
         **SIZES,
         itemsize=4,
         attention="eager",
-        projected=OptimizerMode(**{**LOW_RANK, **fields}, adamw_modules=left).backward(),
+        projected=OptimizerMode(**{**LOW_RANK_ADAMW, **fields}, adamw_modules=left).backward(),
     )
     assert flops(network) == (planned.forward_flops, planned.backward_flops)
     assert saved_bytes(network)["layer"] == planned.layers[0].saved_bytes

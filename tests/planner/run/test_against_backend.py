@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from low_rank_adamw import LOW_RANK_ADAMW
 from real_models import MICRO_BATCH, SEQ_LENGTH, config, model, run
 
 from hmt_deepspeed.config.components import PAPER_POLICY
@@ -13,8 +14,6 @@ from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.model.families import shape_of_config
 from hmt_deepspeed.planner.model.workload import build_workload, recompute_flops
 from hmt_deepspeed.planner.run.memory import OptimizerMode, choices_of
-
-LOW_RANK = {"method": "lowrank_adamw"}
 
 pytest.importorskip("hmt_deepspeed.activations.backend", reason="the backend is not merged yet")
 
@@ -85,7 +84,7 @@ def test_projections_held_are_those_that_the_backend_counts(shared):
         shape_of_config(made),
         micro_batch=MICRO_BATCH,
         seq_length=SEQ_LENGTH,
-        projected=OptimizerMode(**{**LOW_RANK, **fields}).backward(),
+        projected=OptimizerMode(**{**LOW_RANK_ADAMW, **fields}).backward(),
     )
     planned = sum(layer.count * layer.projected_bytes for layer in work.layers)
     with installed(network, PAPER_POLICY | {"projected_inputs": "project"}) as report:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from architectures import model_type, tiny_config
-from low_rank_adamw import low_rank_adamw
+from low_rank_adamw import LOW_RANK_ADAMW, low_rank_adamw
 from real_models import Alive
 
 from hmt_deepspeed.activations.backend import ActivationBackend
@@ -28,8 +28,6 @@ from hmt_deepspeed.planner.run.memory import (
     model_states,
     temporary_bytes,
 )
-
-LOW_RANK = {"method": "lowrank_adamw"}
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "llama4")
 MODES: dict[str, dict[str, Any]] = {
@@ -59,7 +57,7 @@ def test_states_are_those_that_the_optimizer_reports(family: str, mode: str) -> 
     fields = {"rank": 4, "expert_basis": "auto", **MODES[mode]}
     redrawn = fields.pop("range_finder", None) is not None
     planned = model_states(
-        listed_shape(network), OptimizerMode(**{**LOW_RANK, **fields}, redrawn=redrawn)
+        listed_shape(network), OptimizerMode(**{**LOW_RANK_ADAMW, **fields}, redrawn=redrawn)
     )
     assert planned.optimizer == reported
 
@@ -75,7 +73,7 @@ def test_a_basis_that_is_chosen_takes_no_more_than_is_planned() -> None:
     assert any(m.own_bases for name, m in optimizer.matrices.items() if "experts.down" in name)
     reported = sum(row.state_bytes for row in optimizer.describe())
     planned = model_states(
-        listed_shape(network), OptimizerMode(**{**LOW_RANK, **FIELDS}, expert_basis="auto")
+        listed_shape(network), OptimizerMode(**{**LOW_RANK_ADAMW, **FIELDS}, expert_basis="auto")
     )
     assert 0.95 * planned.optimizer < reported <= planned.optimizer
 
@@ -98,7 +96,7 @@ def test_experts_that_decide_are_planned_with_the_wider_of_both() -> None:
     downs = [name for name, m in optimizer.matrices.items() if m.own_bases]
     assert downs
     assert not any(m.undecided for m in optimizer.matrices.values())
-    shape, mode = listed_shape(network), OptimizerMode(**{**LOW_RANK, **fields}, on_gpu=False)
+    shape, mode = listed_shape(network), OptimizerMode(**{**LOW_RANK_ADAMW, **fields}, on_gpu=False)
     decided = replace(
         mode,
         ranks=tuple((name, 5) for name in downs),
@@ -149,7 +147,7 @@ def test_what_a_choice_holds_and_runs_again_is_what_the_backend_counts(
     ids = torch.arange(96).remainder(100).view(2, 48) + 2
     fields: dict[str, Any] = {"rank": 4, "probes": 4, "max_full_gradient_bytes": 2**30}
     mode = (
-        OptimizerMode(**{**LOW_RANK, **fields}, expert_basis=basis)
+        OptimizerMode(**{**LOW_RANK_ADAMW, **fields}, expert_basis=basis)
         if basis
         else OptimizerMode(method="adamw")
     )
@@ -219,7 +217,7 @@ def test_int8_states_of_experts_that_are_large_enough(basis: str) -> None:
     fields = {"rank": 24, "state_dtype": "int8", "expert_basis": basis}
     network = scaled()
     reported = sum(row.state_bytes for row in low_rank_adamw(network, lr=1e-3, **fields).describe())
-    mode = OptimizerMode(**{**LOW_RANK, **fields})
+    mode = OptimizerMode(**{**LOW_RANK_ADAMW, **fields})
     assert model_states(listed_shape(network), mode).optimizer == reported
 
 
@@ -288,7 +286,7 @@ def run_of(**more: Any) -> dict[str, Any]:
     steps = [steps[0], steps[2], Step(network)]
     reported = sum(row.state_bytes for row in optimizer.describe())
     shape = listed_shape(network)
-    mode = OptimizerMode(**{**LOW_RANK, **fields}, on_gpu=False)
+    mode = OptimizerMode(**{**LOW_RANK_ADAMW, **fields}, on_gpu=False)
     work, ordinary = (
         workload_of(shape, micro_batch=BATCH, seq_length=LENGTH, projected=projected)
         for projected in (mode.backward(), None)

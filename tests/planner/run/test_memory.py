@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from low_rank_adamw import low_rank_adamw
+from low_rank_adamw import LOW_RANK_ADAMW, low_rank_adamw
 from problems import ADAMW, linear_shapes, small_problem
 from real_models import Alive, config, fresh, model, run, tokens
 
@@ -32,8 +32,6 @@ from hmt_deepspeed.planner.run.memory import (
 from hmt_deepspeed.planner.run.problem import RunSetup
 from hmt_deepspeed.planner.run.refresh import worst_refresh
 from hmt_deepspeed.zero.planning import facts as plan_inputs
-
-LOW_RANK = {"method": "lowrank_adamw"}
 
 GIB, GB = 2**30, 10**9
 REPLICATED = Sharding()
@@ -206,7 +204,7 @@ def test_peak_of_a_backward_in_which_every_matrix_refreshes(dtype):
         peaks.append(alive.peak)
         optimizer.step()
         optimizer.zero_grad()
-    shape, mode = shape_of_config(config("llama")), OptimizerMode(**{**LOW_RANK, **fields})
+    shape, mode = shape_of_config(config("llama")), OptimizerMode(**{**LOW_RANK_ADAMW, **fields})
     sizes = {"micro_batch": 8, "seq_length": 64, "itemsize": dtype.itemsize}
     work = build_workload(shape, **sizes, projected=mode.backward())
     moments = temporary_bytes(work, mode)

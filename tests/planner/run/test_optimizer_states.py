@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from low_rank_adamw import low_rank_adamw
+from low_rank_adamw import LOW_RANK_ADAMW, low_rank_adamw
 from problems import ADAMW, linear_shapes
 from real_models import config, fresh, run
 
@@ -32,8 +32,6 @@ from hmt_deepspeed.planner.solve.cost import estimate
 from hmt_deepspeed.planner.solve.plan import regrouped, uniform_plan
 from hmt_deepspeed.zero.planning import facts as plan_inputs
 from hmt_deepspeed.zero.sharding.shards import RowShards
-
-LOW_RANK = {"method": "lowrank_adamw"}
 
 KEEP = dict.fromkeys(PAPER_POLICY, "keep") | {"projected_inputs": "project"}
 MODES = {
@@ -77,9 +75,9 @@ def planned_mode(fields):
     mode = dict(fields)
     mode["adamw_modules"] = tuple(mode.pop("module_rules", ()))
     return (
-        OptimizerMode(**{**LOW_RANK, **mode}, redrawn=True)
+        OptimizerMode(**{**LOW_RANK_ADAMW, **mode}, redrawn=True)
         if mode.pop("range_finder", None)
-        else OptimizerMode(**{**LOW_RANK, **mode})
+        else OptimizerMode(**{**LOW_RANK_ADAMW, **mode})
     )
 
 
@@ -165,7 +163,7 @@ def test_sharded_moments_are_those_of_the_rows_that_a_rank_touches(mode, world):
     fields = {k: v for k, v in MODES[mode].items() if k != "target_modules"}
     assigned = assign_rules(
         [(name, tuple(p.shape)) for name, p in network.named_parameters()],
-        settings=matrix_settings(complete_options({**LOW_RANK, **fields})),
+        settings=matrix_settings(complete_options({**LOW_RANK_ADAMW, **fields})),
         target_modules=MODES[mode].get("target_modules"),
         linear_names=linear_weights(network),
     )
