@@ -297,7 +297,7 @@ _SCALE, _BESIDE = 2.5, 5.0
 # Of directions whose entries have mean square 1, where Adam's are smaller: three tenths of GaLore's 0.25, at twenty times it.
 _MUONS_SCALE, _MUONS_EMBEDDINGS = 1.5, 40.0
 # Its Gram matrix and what the inverse root of that turns; the root's own (``optim/rules/inverse_root.py``).
-_MUONS_PRODUCTS, _MUONS_ROOT = 2, 21
+_MUONS_PRODUCTS, _MUONS_ROOT = 2, 13
 
 RULES: dict[str, Rule] = {}
 
