@@ -20,6 +20,7 @@ from hmt_deepspeed.optim.rules.matrix import MatrixRule
 from hmt_deepspeed.optim.settings.assign import (
     ExpertKind,
     assign_rules,
+    embedding_weights,
     head_weights,
     left_dense,
     linear_weights,
@@ -98,6 +99,7 @@ class HMT(Optimizer):
         self._bases = BasisRefreshes(self.options)
         self._linear_names: set[str] | None = None
         self._head_names: set[str] = set()
+        self._embedding_names: set[str] = set()
         self._experts: Mapping[str, ExpertKind] | None = None
         self._steps = 0
         self._taken_by: str | None = None
@@ -122,6 +124,7 @@ class HMT(Optimizer):
             release(model)  # a deep copy of a module has its INT8 weights, and no owner
             linears = linear_weights(model)
             self._linear_names, self._head_names = set(linears), head_weights(model)
+            self._embedding_names = embedding_weights(model)
             sites = expert_sites(model)
             self._experts = {
                 name: ExpertKind(site.role, site.is_transposed, site.reason)
@@ -159,6 +162,7 @@ class HMT(Optimizer):
             target_modules=self.options["target_modules"],
             linear_names=self._linear_names,
             head_names=self._head_names,
+            embedding_names=self._embedding_names,
             expert_weights=self._experts,
         )
         first = next((a.name for a in assigned if a.low_rank), None)

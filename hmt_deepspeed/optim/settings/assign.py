@@ -21,6 +21,7 @@ __all__ = [
     "ExpertKind",
     "ModuleRule",
     "assign_rules",
+    "embedding_weights",
     "head_weights",
     "left_dense",
     "linear_weights",
@@ -152,6 +153,15 @@ def head_weights(model: nn.Module) -> set[str]:
     return names | {tied[name] for name in names & tied.keys()}
 
 
+def embedding_weights(model: nn.Module) -> set[str]:
+    """Weights of ``nn.Embedding``, by parameter name: of tokens and positions."""
+    return {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    }
+
+
 def _beside(module: nn.Module, base: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if child is not base and not isinstance(child, nn.ModuleList):
@@ -182,6 +192,7 @@ def assign_rules(
     target_modules: Sequence[str] | Literal["all"] | None,
     linear_names: Iterable[str] | None = None,
     head_names: Iterable[str] = (),
+    embedding_names: Iterable[str] = (),
     expert_weights: Mapping[str, ExpertKind] | None = _NO_EXPERTS,
 ) -> list[Assignment]:
     """Assign a rule to each parameter.
@@ -195,6 +206,7 @@ def assign_rules(
         linear_names: names known to be weights of linear layers; None when no module is at hand,
             then every matrix counts as one.
         head_names: names known to be weights of output heads, which stay dense too.
+        embedding_names: names known to be weights of embeddings, as are those that "embed" is part of.
         expert_weights: 3-D weights that may have a matrix rule, by name: those of a known role as linears have it,
             others where a pattern names them. None when no module is at hand, then any that a pattern names.
 
@@ -205,8 +217,10 @@ def assign_rules(
     targets = [] if target_modules is None or target_modules == "all" else target_modules
     _check_matches(targets, module_rules, parameters)
     linear = None if linear_names is None else set(linear_names)
-    heads = set(head_names)
-    choice = _Choice(settings, module_rules, target_modules, linear, heads, expert_weights, {})
+    heads, embeddings = set(head_names), set(embedding_names)
+    choice = _Choice(
+        settings, module_rules, target_modules, linear, heads, embeddings, expert_weights, {}
+    )
     matrices = [name for name, shape in parameters if len(shape) == 2 or choice.holds(name, shape)]
     _check_order(module_rules, parameters, matrices)
     assigned = [choice.assign(name, tuple(shape)) for name, shape in parameters]
@@ -231,6 +245,7 @@ class _Choice:
     target_modules: Sequence[str] | Literal["all"] | None
     linear: set[str] | None
     heads: set[str]
+    embeddings: set[str]
     experts: Mapping[str, ExpertKind] | None
     # by the settings that they are made of: the same of equal ones, which stacks go by
     made: dict[tuple[int, str, str | None], MatrixSettings]
@@ -262,10 +277,10 @@ class _Choice:
         nothing yet."""
         settings, is_vector = self.settings, _is_vector(shape) or name in self.biases
         scale = 1.0
-        if settings and _is_beside(name, shape, is_vector, self.heads):
-            is_matrix = len(shape) == 2 and not is_vector
-            embeds = is_matrix and name not in self.heads and re.search(EMBEDDING, name)
-            scale = settings.embedding_ratio if embeds else settings.beside_ratio
+        if settings and _is_beside(name, shape, is_vector, self.heads | self.embeddings):
+            embeds = name in self.embeddings or re.search(EMBEDDING, name)
+            is_embedding = embeds and len(shape) == 2 and not is_vector and name not in self.heads
+            scale = settings.embedding_ratio if is_embedding else settings.beside_ratio
         if self.holds(name, shape):
             return self._assign_experts(name, shape)
         if len(shape) != 2:
@@ -339,12 +354,16 @@ class _Choice:
         return ""
 
 
-def _is_beside(name: str, shape: tuple[int, ...], is_vector: bool, heads: set[str]) -> bool:
+def _is_beside(name: str, shape: tuple[int, ...], is_vector: bool, known: set[str]) -> bool:
     """Whether AdamW has a parameter beside the matrices in low rank by its kind: vectors, embeddings and heads, which
-    GaLore, Fira and APOLLO train at the matrices' rate; no adapter, and nothing of more than two dimensions."""
+    GaLore, Fira and APOLLO train at the matrices' rate; no adapter, and nothing of more than two dimensions.
+
+    Args:
+        known: names of embeddings and heads.
+    """
     if ADAPTER in name or len(shape) > 2:
         return False
-    beside = is_vector or len(shape) < 2 or name in heads
+    beside = is_vector or len(shape) < 2 or name in known
     return beside or any(re.search(p, name) for p in LEFT_TO_ADAMW)
 
 

@@ -22,6 +22,7 @@ from hmt_deepspeed.optim.settings.assign import (
     Assignment,
     ExpertKind,
     assign_rules,
+    embedding_weights,
     head_weights,
     linear_weights,
     tied_weights,
@@ -169,6 +170,7 @@ def _assignments(
             for other in experts.everywhere(experts.name(name))
         },
         head_names=head_weights(model),
+        embedding_names=embedding_weights(model),
         expert_weights={
             other: ExpertKind(site.role, site.is_transposed, site.reason)
             for name, site in expert_sites(model).items()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from low_rank_adamw import low_rank_adamw
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.rules import rule_of
@@ -99,6 +99,27 @@ def test_an_embedding_that_is_the_head_has_the_heads_rate(tied: bool) -> None:
     expected = muon.beside_ratio if tied else muon.embedding_ratio
     moved_by = (weight.detach() - before).abs().max() / LR
     assert float(moved_by) == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_is_known_by_its_module_whatever_its_name(tied: bool) -> None:
+    """GPT-2's are `wte` and `wpe`."""
+    config = GPT2Config(
+        vocab_size=32,
+        n_positions=16,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=tied,
+    )
+    optimizer = HMT(GPT2LMHeadModel(config), lr=LR)
+    scales = {slot.assigned.name: slot.assigned.lr_scale for slot in optimizer._slots.values()}
+    muon = rule_of("muon")
+    assert scales["transformer.wpe.weight"] == muon.embedding_ratio
+    tokens = muon.beside_ratio if tied else muon.embedding_ratio
+    assert scales["transformer.wte.weight"] == tokens
 
 
 def test_a_module_rule_has_the_plain_rate() -> None:
