@@ -5,12 +5,12 @@ import copy
 
 import pytest
 import torch
+from low_rank_adamw import low_rank_adamw
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd import functional as AF
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from hmt_deepspeed import HMT
 from hmt_deepspeed.activations.codecs import Int8
 from hmt_deepspeed.activations.linear import EncodedInputs
 from hmt_deepspeed.activations.linear import patch_linear as patch_head
@@ -287,7 +287,7 @@ def trained(own, options):
         nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8)
     )
     options = {"rank": 2, "update_interval": 4, **options}
-    optimizer = HMT(model if own else model.named_parameters(), lr=1e-2, **options)
+    optimizer = low_rank_adamw(model if own else model.named_parameters(), lr=1e-2, **options)
     for step in range(6):  # windows that refresh and windows that project
         x = drawn(5, 8, seed=step).float()
         (penalty if step % 2 else vmapped)(model, x)
