@@ -77,7 +77,7 @@ VARIANTS: dict[str, Variant] = {
     "hmt_muon_int8": Variant("hmt", _muon(rank="d/4", state_dtype="int8"), _MUON),
     "hmt_muon_int8_auto": Variant("hmt", _muon(rank="auto", state_dtype="int8"), _MUON),
     # the default within fewer bytes, moments and bases together: a thirty-second of AdamW's moments
-    "hmt_thirty_second": Variant("hmt", {"optimizer": {"rank_budget": 0.11}}, _MUON),
+    "hmt_thirty_second": Variant("hmt", {"optimizer": {"rank_budget": 0.117}}, _MUON),
     "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
     "qlora": Variant("qlora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
 }
