@@ -157,7 +157,7 @@ class OptimizerConfig(StrictModel):
         "candidates take; null: each matrix by its threshold alone.",
         json_schema_extra={
             "who": "A fixed amount of memory: spent by energy, the bytes of a fixed 64 ended 0.3 to 0.9 % below "
-            "it."
+            "it. With the default's 8-bit momentum 0.117 leaves a thirty-second of AdamW's moments beside the bases."
         },
     )
     full_rank_budget: float = Field(
