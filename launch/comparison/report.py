@@ -290,6 +290,7 @@ def _best(finished: Sequence[Record], tried: Sequence[Point], speed: Record | No
         "lr_at_the_edge": point.lr in (rates[0], rates[-1]),
         "embeddings": _embeddings(own[0]),
         "tried": [len(rates), *(len({p[place] for p in tried}) for place in (1, 2))],
+        "points": list(by_point),
         "losses_by_point": dict(sorted(losses.items())),
         "val_loss": mean(values),
         "val_loss_std": stdev(values) if len(values) > 1 else None,

@@ -287,6 +287,8 @@ def test_the_frontier_is_of_runs_whose_adamw_had_its_embeddings_rate_swept(
     assert best_point(store, "adamw", setting, data.digest) == (1e-3, 10.0, None)
     text = tables()
     assert text.count("### ") == 2
+    add("adamw", "sweep", 2.4, embedding_lr_scale=10.0, decay=0.0)
+    assert tables().count("### ") == 2  # the finals' AdamW has these rates at another decay
     rows = markdown_rows(text.partition("### sweep")[0].partition("### ")[2])
     adamw, galore = rows["adamw"], rows["galore_interval_200"]
     assert (adamw["embeddings"], adamw["decay"], adamw["tried"]) == ("10", "0.0001", "1 / 2 / 2")
