@@ -280,7 +280,6 @@ def _best(finished: Sequence[Record], tried: Sequence[Point], speed: Record | No
     by_point: dict[Point, list[Record]] = {}
     for record in finished:
         by_point.setdefault(point_of(record), []).append(record)
-    losses = {str(p): mean(r["val_loss"] for r in own) for p, own in by_point.items()}
     point, rates = lowest_point(finished), sorted({p.lr for p in tried})
     own = by_point[point]
     timed = speed or own[0]
@@ -291,7 +290,6 @@ def _best(finished: Sequence[Record], tried: Sequence[Point], speed: Record | No
         "embeddings": _embeddings(own[0]),
         "tried": [len(rates), *(len({p[place] for p in tried}) for place in (1, 2))],
         "points": list(by_point),
-        "losses_by_point": dict(sorted(losses.items())),
         "val_loss": mean(values),
         "val_loss_std": stdev(values) if len(values) > 1 else None,
         "losses_by_seed": {str(r["seed"]): r["val_loss"] for r in own},
