@@ -147,8 +147,9 @@ class Rule:
         reads: the fields of ``hmt.optimizer`` that mean something to it, beside those of every rule; None for all.
         fixed_rank: the only rank. auto_share: share of the smaller side that ``"rank": "auto"`` is; with neither it
             is chosen among candidates.
-        scale: of ``"scale": "auto"``. beside_ratio, embedding_ratio: with it, factors on the learning rate of heads and
-            vectors beside the matrices, and of embeddings that are no heads too.
+        scale, full_scale: of ``"scale": "auto"``; the second where a basis would span all columns. beside_ratio,
+            embedding_ratio: with it, factors on the learning rate of heads and vectors beside the matrices, and of
+            embeddings that are no heads too.
         usual_lr: a learning rate to start from. usual_states: of ``"state_dtype": "auto"``.
         row_products, square_products: of a step in fp32, beside the update's own: rows x r with r x r, and r x r with
             r x r.
@@ -173,6 +174,7 @@ class Rule:
     fixed_rank: int | None = None
     auto_share: float | None = None
     scale: float = 1.0
+    full_scale: float = 1.0
     beside_ratio: float = 1.0
     embedding_ratio: float = 1.0
     usual_lr: float = 0.001
@@ -294,8 +296,8 @@ _OF_ROWS = tuple(Sum(name, of="states") for name in ("moved", "seen", "update"))
 _RULES = "hmt_deepspeed.optim.rules"
 # At AdamW's learning rate: GaLore's and Fira's 0.25 at ten times it for matrices, half of those ten for the others.
 _SCALE, _BESIDE = 2.5, 5.0
-# Of directions whose entries have mean square 1, where Adam's are smaller: three tenths of GaLore's 0.25, at twenty times it.
-_MUONS_SCALE, _MUONS_EMBEDDINGS = 1.5, 40.0
+# Of directions whose entries have mean square 1, where Adam's are smaller; what 5M tokens want (``launch/results/compare/findings.md``).
+_MUONS_SCALE, _MUONS_FULL_SCALE, _MUONS_EMBEDDINGS = 1.0, 0.5, 40.0
 # Its Gram matrix and what the inverse root of that turns; the root's own (``optim/rules/inverse_root.py``).
 _MUONS_PRODUCTS, _MUONS_ROOT = 2, 13
 
@@ -411,6 +413,7 @@ for _rule in (
         holds_experts=True,
         reads=_OF_BASES,
         scale=_MUONS_SCALE,
+        full_scale=_MUONS_FULL_SCALE,
         beside_ratio=_BESIDE,
         embedding_ratio=_MUONS_EMBEDDINGS,
         usual_states="int8",
@@ -421,7 +424,7 @@ for _rule in (
         name="muon, full",
         method="muon",
         where=(("rank", "full"),),
-        text="Muon of whole matrices, as torch.optim.Muon but with an exact polar factor",
+        text="Muon of whole matrices, as torch.optim.Muon but for the polar factor's four polynomials",
         carried_out_by=f"{_RULES}.full_muon:FullMuonMatrix",
         gradient="whole",
         bases="none",
@@ -432,7 +435,7 @@ for _rule in (
         side="smaller",
         note="full rank",
         reads=_OF_WHOLE | {"weight_dtype"},
-        scale=_MUONS_SCALE,
+        full_scale=_MUONS_FULL_SCALE,
         beside_ratio=_BESIDE,
         embedding_ratio=_MUONS_EMBEDDINGS,
         usual_states="int8",

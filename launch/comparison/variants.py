@@ -75,7 +75,6 @@ VARIANTS: dict[str, Variant] = {
     "hmt_muon": Variant("hmt", _muon(rank="d/4", state_dtype="fp32"), _MUON),
     "hmt_muon_int8_half": Variant("hmt", _muon(rank="d/2", state_dtype="int8"), _MUON),
     "hmt_muon_int8": Variant("hmt", _muon(rank="d/4", state_dtype="int8"), _MUON),
-    "hmt_muon_int8_auto": Variant("hmt", _muon(rank="auto", state_dtype="int8"), _MUON),
     # whole matrices, whose momentum in 8 bits takes fewer bytes than the default's with bases
     "hmt_muon_full": Variant("hmt", _muon(rank="full"), _MUON),
     # the default within fewer bytes, moments and bases together: a thirty-second of AdamW's moments

@@ -250,8 +250,3 @@ class MuonMatrix(ResidualMatrix):
 
     def column_energies(self, counted: slice) -> Tensor:
         return self.moments.column_energies(counted)
-
-    @property
-    def scale(self) -> float:
-        """Factor on the update, at every rank."""
-        return self.settings.rule.scale if self.settings.scale is None else self.settings.scale

@@ -128,7 +128,8 @@ class ResidualMatrix(ProjectedMatrix):
 
     @property
     def scale(self) -> float:
-        """Factor on the update; without one given the rule's, and AdamW's own step where all columns are spanned."""
+        """Factor on the update; without one given the rule's, which has another where all columns are spanned."""
         if self.settings.scale is not None:
             return self.settings.scale
-        return 1.0 if self.is_full_at(self.rank) else self.settings.rule.scale
+        rule = self.settings.rule
+        return rule.full_scale if self.is_full_at(self.rank) else rule.scale

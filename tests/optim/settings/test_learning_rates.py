@@ -77,6 +77,16 @@ def test_beside_muon_embeddings_alone_have_a_higher_rate() -> None:
     assert with_a_scale["embed_tokens.weight"] == pytest.approx(1.0, rel=1e-3)
 
 
+@pytest.mark.parametrize("rank", [16, "full"])
+def test_muon_of_a_whole_matrix_has_a_factor_of_its_own(rank: int | str) -> None:
+    muon = rule_of("muon")
+    assert muon.full_scale < muon.scale
+    sizes = moved(method="muon", rank=rank)
+    alike = moved(method="muon", rank=rank, scale=muon.full_scale)
+    assert sizes["fc.weight"] == pytest.approx(alike["fc.weight"], rel=1e-5)
+    assert sizes["embed_tokens.weight"] == pytest.approx(muon.embedding_ratio, rel=1e-3)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_embedding_that_is_the_head_has_the_heads_rate(tied: bool) -> None:
     config = LlamaConfig(
