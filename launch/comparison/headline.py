@@ -9,6 +9,7 @@ from comparison.cells import Store
 from comparison.frontier import losses_by_seed, markdown_table, number
 from comparison.report import newest_speed, rate_text, summaries
 from comparison.stages import BASELINE
+from comparison.variants import VARIANTS
 
 STAGES = {"final": "pretraining", "finetune": "fine-tuning"}
 HEADERS = (
@@ -26,7 +27,7 @@ HEADERS = (
 
 
 def headline(store: Store) -> str:
-    """One line a variant of a stage's experiment with the most variants, seeds from the lowest.
+    """One line a variant of the table, of a stage's experiment with the most variants, seeds from the lowest.
 
     Raises:
         ValueError: no final and no fine-tuning has finished.
@@ -54,7 +55,7 @@ def _num_variants(experiment: Mapping[str, Any]) -> int:
 
 def _rows(experiment: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     """Variants that ran at every seed of AdamW's first: means over other seeds are of other runs."""
-    variants = experiment["variants"]
+    variants = {name: line for name, line in experiment["variants"].items() if name in VARIANTS}
     baseline = variants.get(BASELINE, {"losses_by_seed": {}})
     seeds = sorted(baseline["losses_by_seed"])
     name = f"{STAGES[experiment['stage']]}, {experiment['tokens'] / 1e6:g}M tokens"

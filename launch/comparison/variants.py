@@ -45,10 +45,6 @@ _APOLLO = {"rank": "d/4", "update_proj_gap": INTERVAL, "proj": "random", "proj_t
 _LOW_RANK = {"method": "lowrank_adamw"}
 
 
-def _muon(**fields: Any) -> dict[str, Any]:
-    return {"optimizer": {"method": "muon", **fields}}
-
-
 VARIANTS: dict[str, Variant] = {
     "adamw": Variant("adamw", {}, _ADAMW),
     "galore_interval_200": Variant("galore", {**_GALORE, "proj_type": "std"}, _QUARTER),
@@ -71,12 +67,8 @@ VARIANTS: dict[str, Variant] = {
     "hmt_int8_half": Variant(
         "hmt", {"optimizer": {**_LOW_RANK, "rank": "d/2", "state_dtype": "int8"}}, _ADAMW
     ),
-    # Muon in the subspace: an eighth of AdamW's moments, a sixteenth, a thirty-second
-    "hmt_muon": Variant("hmt", _muon(rank="d/4", state_dtype="fp32"), _MUON),
-    "hmt_muon_int8_half": Variant("hmt", _muon(rank="d/2", state_dtype="int8"), _MUON),
-    "hmt_muon_int8": Variant("hmt", _muon(rank="d/4", state_dtype="int8"), _MUON),
     # whole matrices, whose momentum in 8 bits takes fewer bytes than the default's with bases
-    "hmt_muon_full": Variant("hmt", _muon(rank="full"), _MUON),
+    "hmt_muon_full": Variant("hmt", {"optimizer": {"method": "muon", "rank": "full"}}, _MUON),
     # the default within fewer bytes, moments and bases together: a thirty-second of AdamW's moments
     "hmt_thirty_second": Variant("hmt", {"optimizer": {"rank_budget": 0.117}}, _MUON),
     "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
