@@ -26,7 +26,7 @@ def with_activations(variant: Variant, block: dict[str, Any]) -> Variant:
     return replace(variant, options={**variant.options, "activations": block})
 
 
-# What these tests train beside the table's: every kind of variant, with a basis for the whole of a toy's run.
+# What these tests train beside the table's, while they run: every kind of variant, with a basis for the whole of a toy's run.
 OWN = {
     "galore": Variant(
         "galore", {"rank": "d/4", "update_proj_gap": 50, "scale": 0.25, "proj_type": "std"}, _RATES
@@ -68,7 +68,6 @@ OWN["hmt_energy_activations"] = with_activations(
     _hmt(projection="auto", rank="auto", rank_candidates=["d/8", "d/4", "d/2"]), _ENCODED
 )
 TABLE = dict(VARIANTS)  # of the command, without those of tests
-VARIANTS.update(OWN)
 
 
 def cell(setting: Setting, data: Any, variant: str, lr: float | None = None) -> Cell:

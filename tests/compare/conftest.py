@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from compare_runs import TRAINED, cell
+from compare_runs import OWN, TRAINED, cell
 
 from comparison.cells import Setting, Store
 from comparison.corpus import pretraining_text
 from comparison.training import train_cell
+from comparison.variants import VARIANTS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_variants() -> Iterator[None]:
+    """In the table as long as these tests run: others read it too."""
+    with _own_variants():
+        yield
+
+
+@contextmanager
+def _own_variants() -> Iterator[None]:
+    before = dict(VARIANTS)
+    VARIANTS.update(OWN)
+    yield
+    VARIANTS.clear()
+    VARIANTS.update(before)
 
 
 @pytest.fixture(scope="session")
@@ -53,8 +72,9 @@ def store(folder: Path) -> Store:
 def results(setting: Setting, data: Any, store: Store) -> dict[str, dict[str, Any]]:
     """One finished sweep cell of every kind of variant."""
     found = {}
-    for name in TRAINED:
-        result = train_cell(cell(setting, data, name), data, store)
-        assert result is not None
-        found[name] = result
+    with _own_variants():
+        for name in TRAINED:
+            result = train_cell(cell(setting, data, name), data, store)
+            assert result is not None
+            found[name] = result
     return found

@@ -223,7 +223,10 @@ def test_finals_are_compared_with_adamw_at_the_same_seeds(
     assert found["hmt_d4"]["with bases"] == f"{states['moments_and_bases_share']:.3f}"
     # a variant that is no longer in the table of variants is in the report alone
     monkeypatch.delitem(VARIANTS, "galore")
-    assert [line.split(" | ")[1] for line in headline(store).splitlines()[2:]] == ["adamw", "hmt_d4"]
+    assert [line.split(" | ")[1] for line in headline(store).splitlines()[2:]] == [
+        "adamw",
+        "hmt_d4",
+    ]
     with pytest.raises(ValueError, match=r"compare\.py final"):
         headline(Store(tmp_path / "empty", tmp_path))
 
