@@ -27,9 +27,11 @@ def own_variants() -> Iterator[None]:
 def _own_variants() -> Iterator[None]:
     before = dict(VARIANTS)
     VARIANTS.update(OWN)
-    yield
-    VARIANTS.clear()
-    VARIANTS.update(before)
+    try:
+        yield
+    finally:
+        VARIANTS.clear()
+        VARIANTS.update(before)
 
 
 @pytest.fixture(scope="session")
