@@ -151,8 +151,8 @@ class Rule:
             embedding_ratio: with it, factors on the learning rate of heads and vectors beside the matrices, and of
             embeddings that are no heads too.
         usual_lr: a learning rate to start from. usual_states: of ``"state_dtype": "auto"``.
-        row_products, square_products: of a step in fp32, beside the update's own: rows x r with r x r, and r x r with
-            r x r.
+        products, symmetric_products: of a step in fp32, beside the update's own: how many of r x r matrices with rows,
+            and how many with one another.
     """
 
     name: str
@@ -179,8 +179,8 @@ class Rule:
     embedding_ratio: float = 1.0
     usual_lr: float = 0.001
     usual_states: Literal["fp32", "int8"] = "fp32"
-    row_products: int = 0
-    square_products: int = 0
+    products: tuple[int, int] = (0, 0)
+    symmetric_products: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         """Raise ValueError where no class is named: field, value, what is legal and what to do."""
@@ -298,8 +298,8 @@ _RULES = "hmt_deepspeed.optim.rules"
 _SCALE, _BESIDE = 2.5, 5.0
 # Of directions whose entries have mean square 1, where Adam's are smaller; what 5M tokens want (``launch/results/compare/findings.md``).
 _MUONS_SCALE, _MUONS_FULL_SCALE, _MUONS_EMBEDDINGS = 1.0, 0.5, 40.0
-# Its Gram matrix and what the inverse root of that turns; the root's own (``optim/rules/inverse_root.py``).
-_MUONS_PRODUCTS, _MUONS_ROOT = 2, 13
+# What the inverse root turns, and its own; its Gram matrix, and symmetric ones of its own (``optim/rules/inverse_root.py``).
+_MUONS_PRODUCTS, _MUONS_SYMMETRIC = (1, 3), (1, 10)
 
 RULES: dict[str, Rule] = {}
 
@@ -417,8 +417,8 @@ for _rule in (
         beside_ratio=_BESIDE,
         embedding_ratio=_MUONS_EMBEDDINGS,
         usual_states="int8",
-        row_products=_MUONS_PRODUCTS,
-        square_products=_MUONS_ROOT,
+        products=_MUONS_PRODUCTS,
+        symmetric_products=_MUONS_SYMMETRIC,
     ),
     Rule(
         name="muon, full",
@@ -439,8 +439,8 @@ for _rule in (
         beside_ratio=_BESIDE,
         embedding_ratio=_MUONS_EMBEDDINGS,
         usual_states="int8",
-        row_products=_MUONS_PRODUCTS,
-        square_products=_MUONS_ROOT,
+        products=_MUONS_PRODUCTS,
+        symmetric_products=_MUONS_SYMMETRIC,
     ),
     Rule(
         name="apollo",

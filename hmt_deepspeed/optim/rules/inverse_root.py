@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hmt_deepspeed.kernels.symmetric_product import symmetric_product
+
 __all__ = ["ERROR", "FLOOR", "inverse_root", "quintics"]
 
 # Added to the eigenvalues of a Gram matrix of Frobenius norm 1: directions whose singular value is less than a 300th of
@@ -50,15 +52,16 @@ def inverse_root(gram: Tensor, floor: float = FLOOR, error: float = ERROR) -> Te
     root: Tensor | None = None
     steps = quintics(sqrt(floor / (1 + floor)), error)
     for number, (first, third, fifth) in enumerate(steps):
-        rest = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
+        rest = symmetric_product(square, square, square, third, fifth)
         # F S F of F = first I + rest, from both sides: else what rounding has made unequal grows
         if number + 1 < len(steps):
-            half = torch.baddbmm(square, square, rest, beta=first)
-            square = torch.baddbmm(half, rest, half, beta=first)
+            half = symmetric_product(square, rest, square, first)
+            square = symmetric_product(rest, half, half, first)
         if root is None:
             root = rest
             root.diagonal(dim1=1, dim2=2).add_(first)
         else:
+            # from the right alone, as N is turned: what is copied from below rounds on the left too, where 1 / s grows
             root = torch.baddbmm(root, root, rest, beta=first)
     assert root is not None
     return root * (top * whole).rsqrt_().view(-1, 1, 1)

@@ -26,6 +26,7 @@ from torch import Tensor
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.kernels.noise import Stream
+from hmt_deepspeed.kernels.symmetric_product import symmetric_product
 from hmt_deepspeed.optim.rules.formulas import TINY, clipped_images, full_residual
 from hmt_deepspeed.optim.rules.inverse_root import inverse_root
 from hmt_deepspeed.optim.rules.moments import Recalled
@@ -147,7 +148,7 @@ class MuonStack(ResidualStack):
         direction = update[..., : self.rank]
         torch.lerp(direction, self._momentum(direction), MOMENTUM, out=direction)
         held = direction[:, counted]
-        return update, (held.mT @ held).flatten(1)
+        return update, symmetric_product(held.mT, held).flatten(1)
 
     def _momentum(self, image: Tensor) -> Tensor:
         """The momentum once it has taken ``A``: B x rows x r fp32."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from hmt_deepspeed.kernels.symmetric_product import symmetric_share
 from hmt_deepspeed.planner.model.shapes import ModelShape
 from hmt_deepspeed.planner.run.modes import OptimizerMode, Sharding
 from hmt_deepspeed.planner.run.states import held_rows, parameters_by_mode
@@ -33,5 +34,10 @@ def update_flops(shape: ModelShape, mode: OptimizerMode, sharding: Sharding) -> 
             exact += 2.0 * bases * columns * probes * (rank + probes)  # probes outside the basis
         elif own.rule.bases != "none" and not own.is_full(parameter):
             exact += each * rows * columns * rank  # the whole gradient, projected
-        exact += each * rank**2 * (own.rule.row_products * rows + own.rule.square_products * rank)
+        share = symmetric_share(rank, "cuda" if mode.on_gpu else "cpu")
+        for (of_rows, square), part in (
+            (own.rule.products, 1.0),
+            (own.rule.symmetric_products, share),
+        ):
+            exact += each * rank**2 * (of_rows * rows + square * rank) * part
     return formed, exact
