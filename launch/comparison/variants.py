@@ -70,7 +70,9 @@ VARIANTS: dict[str, Variant] = {
     # whole matrices, whose momentum in 8 bits takes fewer bytes than the default's with bases
     "hmt_muon_full": Variant("hmt", {"optimizer": {"method": "muon", "rank": "full"}}, _MUON),
     # the default within fewer bytes, moments and bases together: a thirty-second of AdamW's moments
-    "hmt_thirty_second": Variant("hmt", {"optimizer": {"rank_budget": 0.117}}, _MUON),
+    "hmt_thirty_second": Variant(
+        "hmt", {"optimizer": {"rank_budget": 0.117}}, (1e-3, 1.5e-3, 2e-3)
+    ),
     "lora": Variant("lora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
     "qlora": Variant("qlora", {"rank": "d/16", "alpha": "d/8"}, _ADAPTER, finetunes_only=True),
 }
