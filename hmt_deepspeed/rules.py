@@ -29,6 +29,7 @@ __all__ = [
     "register_rule",
     "rule_of",
     "stored_bytes",
+    "symmetric_blocks",
 ]
 
 DEFAULT, DENSE = (
@@ -38,6 +39,9 @@ DEFAULT, DENSE = (
 MIN_INT8_ELEMENTS = 4096  # below it, scales and rounding cost more than they save (torchao's bound)
 STATE_BLOCK = 256  # elements of an int8 state that share an fp32 scale
 MULTIPLE = 8  # of ranks that are shares of a side: what a kernel's tiles take
+# Of a symmetric product, rows of a block at least: a GPU multiplies fewer in about the time of a launch, a CPU of a call.
+_ROWS_OF_BLOCK = {"cpu": 128, "cuda": 512}
+_MOST_BLOCKS = 8
 
 Axis = Literal["rows", "columns", "rank", 1]
 Shape = tuple[Axis, ...]
@@ -66,6 +70,15 @@ def rank_at(rank: int | float, m: int, n: int) -> int:
     side."""
     wanted = rank if isinstance(rank, int) else MULTIPLE * ceil(rank * min(m, n) / MULTIPLE)
     return min(wanted, m, n)
+
+
+def symmetric_blocks(size: int, device_type: str) -> int:
+    """Into how many blocks of rows a product of ``size`` x ``size``, known to be symmetric, is cut.
+
+    Those above the diagonal are copied: ``p`` blocks take ``(p + 1) / 2p`` of the FLOPs.
+    """
+    rows = _ROWS_OF_BLOCK.get(device_type, _ROWS_OF_BLOCK["cuda"])
+    return min(_MOST_BLOCKS, max(1, size // rows))
 
 
 def elements(shape: Shape, rows: int, columns: int, rank: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hmt_deepspeed.kernels.symmetric_product import symmetric_product
+from hmt_deepspeed.optim.rules.symmetric_product import symmetric_product
 
 __all__ = ["ERROR", "FLOOR", "inverse_root", "quintics"]
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from hmt_deepspeed.kernels.low_rank_factors import ScaledRows
 from hmt_deepspeed.kernels.low_rank_projection import project_together
 from hmt_deepspeed.kernels.noise import Stream
-from hmt_deepspeed.kernels.symmetric_product import symmetric_product
 from hmt_deepspeed.optim.rules.formulas import TINY, clipped_images, full_residual
 from hmt_deepspeed.optim.rules.inverse_root import inverse_root
 from hmt_deepspeed.optim.rules.moments import Recalled
@@ -34,6 +33,7 @@ from hmt_deepspeed.optim.rules.residual import ResidualMatrix, ResidualStack
 from hmt_deepspeed.optim.rules.side_by_side import joined
 from hmt_deepspeed.optim.rules.stack import Gradients, Stack
 from hmt_deepspeed.optim.rules.state import KeptStates, StateTensor, restored_state
+from hmt_deepspeed.optim.rules.symmetric_product import symmetric_product
 
 __all__ = ["MOMENTUM", "Momentum", "MuonMatrix", "MuonStack", "RowMomentum"]
 

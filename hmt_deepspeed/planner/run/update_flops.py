@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from hmt_deepspeed.kernels.symmetric_product import symmetric_share
 from hmt_deepspeed.planner.model.shapes import ModelShape
 from hmt_deepspeed.planner.run.modes import OptimizerMode, Sharding
 from hmt_deepspeed.planner.run.states import held_rows, parameters_by_mode
+from hmt_deepspeed.rules import symmetric_blocks
 
 __all__ = ["update_flops"]
 
@@ -34,10 +34,10 @@ def update_flops(shape: ModelShape, mode: OptimizerMode, sharding: Sharding) -> 
             exact += 2.0 * bases * columns * probes * (rank + probes)  # probes outside the basis
         elif own.rule.bases != "none" and not own.is_full(parameter):
             exact += each * rows * columns * rank  # the whole gradient, projected
-        share = symmetric_share(rank, "cuda" if mode.on_gpu else "cpu")
+        blocks = symmetric_blocks(rank, "cuda" if mode.on_gpu else "cpu")
         for (of_rows, square), part in (
             (own.rule.products, 1.0),
-            (own.rule.symmetric_products, share),
+            (own.rule.symmetric_products, (blocks + 1) / (2 * blocks)),
         ):
             exact += each * rank**2 * (of_rows * rows + square * rank) * part
     return formed, exact

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from twins import LOW_RANK, TALL, WIDE, assert_same_steps, gradients
 
-from hmt_deepspeed.kernels import symmetric_product
+from hmt_deepspeed import rules
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.optim.rules import muon
 from hmt_deepspeed.optim.rules.inverse_root import ERROR, FLOOR, inverse_root, quintics
@@ -161,7 +161,7 @@ def test_the_iteration_errs_by_no_more_than_it_may(name: str) -> None:
 def test_so_it_does_when_half_of_each_product_is_computed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setitem(symmetric_product._ROWS_OF_BLOCK, "cpu", 16)
+    monkeypatch.setitem(rules._ROWS_OF_BLOCK, "cpu", 16)
     assert (judged(name, EXACT) <= 2 * judged(name, by_eigenvalues)[1] + 1e-6).all()
     assert (judged(name, inverse_root) < ERROR).all()
 

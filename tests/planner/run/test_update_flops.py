@@ -7,8 +7,8 @@ import torch
 from real_models import config, fresh, run
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
+from hmt_deepspeed import rules
 from hmt_deepspeed.config.components import PAPER_POLICY
-from hmt_deepspeed.kernels import symmetric_product
 from hmt_deepspeed.optim.hmt import HMT
 from hmt_deepspeed.planner.hardware import named_machine
 from hmt_deepspeed.planner.model.families import shape_of_config
@@ -34,7 +34,7 @@ MODES = {
 @pytest.mark.parametrize("rows", [8, 128])
 @pytest.mark.parametrize("case", MODES)
 def test_flops_are_those_of_a_step_between_two_refreshes(case, rows, monkeypatch):
-    monkeypatch.setitem(symmetric_product._ROWS_OF_BLOCK, "cpu", rows)
+    monkeypatch.setitem(rules._ROWS_OF_BLOCK, "cpu", rows)
     update_flops.cache_clear()
     network = fresh("llama", torch.float32).train()
     bases = {} if case in ("adamw", "muon, whole", "apollo") else {"max_full_gradient_bytes": 2**30}

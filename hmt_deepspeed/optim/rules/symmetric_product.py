@@ -1,7 +1,6 @@
 """Products known to be symmetric: of a large one only blocks on and below the diagonal are computed.
 
-What is above these blocks is copied from below. ``p`` blocks of rows take ``(p + 1) / 2p`` of the FLOPs, in ``2p - 1``
-launches for one.
+What is above these blocks is copied from below, in ``2p - 1`` launches for ``p`` blocks.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["symmetric_product", "symmetric_share"]
+from hmt_deepspeed.rules import symmetric_blocks
 
-# Rows of a block, at least: a GPU multiplies smaller ones in about the time of a launch, a CPU in that of a call.
-_ROWS_OF_BLOCK = {"cpu": 128, "cuda": 512}
-_MOST_BLOCKS = 8
+__all__ = ["symmetric_product"]
 
 
 def symmetric_product(
@@ -30,7 +27,7 @@ def symmetric_product(
         B x r x r.
     """
     size = left.shape[1]
-    blocks = _blocks(size, left.device.type)
+    blocks = symmetric_blocks(size, left.device.type)
     if blocks == 1:
         return _product(left, right, added, beta, alpha)
     out = left.new_empty(left.shape[0], size, size)
@@ -42,17 +39,6 @@ def symmetric_product(
         if begin:
             out[:, :begin, begin:end] = out[:, begin:end, :begin].mT
     return out
-
-
-def symmetric_share(size: int, device_type: str) -> float:
-    """FLOPs of a symmetric product of ``size`` rows, as a share of what any takes."""
-    blocks = _blocks(size, device_type)
-    return (blocks + 1) / (2 * blocks)
-
-
-def _blocks(size: int, device_type: str) -> int:
-    rows = _ROWS_OF_BLOCK.get(device_type, _ROWS_OF_BLOCK["cuda"])
-    return min(_MOST_BLOCKS, max(1, size // rows))
 
 
 def _product(
