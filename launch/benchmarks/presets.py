@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.results import CaseResult, Measurement
 from benchmarks.setting import Setting
 from comparison.cells import Point, Store, point_of
-from comparison.report import newest_speed, summaries
+from comparison.report import Record, newest_speed, summaries
 from comparison.stages import BASELINE
 from hmt_deepspeed.config import HMTConfig
 from hmt_deepspeed.config.components import COMPONENTS, PAPER_POLICY, Choice, Component
@@ -105,14 +105,18 @@ def _peaks(results: Path) -> dict[str, float]:
 
 
 def _lines(store: Store) -> Mapping[str, Any]:
-    """Of the sweep over `TOKENS` that has most of the rows' variants; of all but AdamW with their own rate of embeddings and
-    the setting's decay, which is what the presets are.
+    """Of the sweep over `TOKENS` that has most of the rows' variants: AdamW at its best, all others at its learning rate, with
+    their own rate of embeddings and the setting's decay, which is what the presets are.
     """
-    records = [
-        own
-        for own in store.records()
-        if own["variant"] == BASELINE or point_of(own) == Point(own["lr"])
-    ]
+    records = store.records()
+    baseline = _widest_sweep(records, store).get(BASELINE, {})
+    at_its_rate = Point(baseline.get("lr"))
+    return _widest_sweep(
+        [r for r in records if r["variant"] == BASELINE or point_of(r) == at_its_rate], store
+    )
+
+
+def _widest_sweep(records: Sequence[Record], store: Store) -> Mapping[str, Any]:
     found = [
         experiment["variants"]
         for experiment in summaries(records, newest_speed(store.results))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from compare_runs import TRAINED, cell, markdown_rows
 
+from benchmarks import presets
 from comparison.cells import Setting, Store, add_cells
 from comparison.frontier import frontier
 from comparison.headline import headline
@@ -321,3 +322,26 @@ def test_another_size_and_another_batch_are_tables_apart(
     texts = [markdown(experiment) for experiment in summaries(store.records(), {})]
     assert sum("; 10m on" in text for text in texts) == 1
     assert sum("64 x 32 a step" in text for text in texts) == 1
+
+
+def test_presets_are_compared_at_the_rate_that_is_adamws_best(
+    results: dict[str, dict[str, Any]],
+    setting: Setting,
+    data: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = Store(tmp_path / "compare", tmp_path / "runs")
+    adamw = cell(setting, data, "adamw")
+    monkeypatch.setattr(presets, "TOKENS", adamw.tokens)
+    losses = {1e-3: {"adamw": 2.0, "hmt": 1.9}, 2e-3: {"adamw": 2.2, "hmt": 1.5}}
+    for lr, of_variants in losses.items():
+        for variant, loss in of_variants.items():
+            like = {**results["adamw"], "val_loss": loss}
+            store.write(replace(adamw, variant=variant, lr=lr), like)
+    peaks = [{"label": f"{name}: GPU memory", "value": 2.0**30} for name in presets.ROWS]
+    planner = {"cases": {"presets": {"measured_at": "", "measurements": peaks}}}
+    (tmp_path / "machine").mkdir()
+    (tmp_path / "machine" / "planner.json").write_text(json.dumps(planner), encoding="utf-8")
+    rows = markdown_rows(presets.preset_table(tmp_path))
+    assert rows["balanced"]["loss against AdamW, by seed"] == "-5.0%"
