@@ -135,20 +135,24 @@ def best_point(store: Store, variant: str, setting: Setting, text: str) -> Point
 
 
 def lowest_point(finished: Iterable[Mapping[str, Any]]) -> Point:
-    """The point with the lowest mean loss at the seeds that every point was run at.
+    """The point that the fewest others end below, two compared by their mean losses at the seeds both were run at.
 
-    A seed that one point alone was run at says as much about the seed as about the point; where no seed is
-    common to all, the means are of all there are.
+    A seed that one point alone was run at says as much about the seed as about the point; where two share none, the
+    means are of all there are. Of points that as many end below, the one with the lowest mean.
     """
     losses: dict[Point, dict[int, float]] = {}
     for record in finished:
         losses.setdefault(point_of(record), {})[record["seed"]] = record["val_loss"]
-    shared = set.intersection(*(set(own) for own in losses.values()))
 
-    def loss(point: Point) -> float:
-        return mean(v for seed, v in losses[point].items() if seed in shared or not shared)
+    def below(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
+        shared = one.keys() & other.keys()
+        return mean(one[s] for s in shared or one) < mean(other[s] for s in shared or other)
 
-    return min(losses, key=loss)
+    def rank(point: Point) -> tuple[int, float]:
+        own = losses[point]
+        return sum(below(other, own) for other in losses.values()), mean(own.values())
+
+    return min(losses, key=rank)
 
 
 def check_variants(

@@ -253,6 +253,13 @@ def test_rates_are_compared_at_the_seeds_that_all_of_them_have(
     assert lowest_point([*apart, {**apart[1], "seed": 2, "val_loss": 0.5}]).lr == 2e-3
 
 
+def test_points_are_compared_two_by_two_though_a_third_ran_at_one_seed_alone() -> None:
+    losses = {(1e-3, 0): 2.0, (1e-3, 1): 3.0, (2e-3, 0): 2.1, (2e-3, 1): 2.2, (4e-3, 0): 2.5}
+    records = [{"lr": lr, "seed": seed, "val_loss": v} for (lr, seed), v in losses.items()]
+    assert lowest_point(records).lr == 2e-3  # 1e-3 at the seed that all three have
+    assert lowest_point(records[::-1]).lr == 2e-3
+
+
 def test_a_finals_rate_is_at_the_edge_of_what_its_sweep_tried(
     results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
 ) -> None:
