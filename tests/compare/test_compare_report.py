@@ -232,7 +232,7 @@ def test_finals_are_compared_with_adamw_at_the_same_seeds(
         headline(Store(tmp_path / "empty", tmp_path))
 
 
-def test_rates_are_compared_at_the_seeds_that_all_of_them_have(
+def test_rates_are_compared_at_the_seeds_that_they_share(
     results: dict[str, dict[str, Any]], setting: Setting, data: Any, tmp_path: Path
 ) -> None:
     store = Store(tmp_path, tmp_path / "runs")
