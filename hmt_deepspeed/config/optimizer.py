@@ -178,7 +178,7 @@ class OptimizerConfig(StrictModel):
         description="Optimizer steps between two bases of one matrix. The first bases come as fast as "
         "max_full_gradient_bytes allows; then each matrix has a step of its own, spread over the interval.",
         json_schema_extra={
-            "who": "Runs of a few hundred steps. 50 in place of 200 ended seed 1 at 1.802 in place of 1.741."
+            "who": "Runs of a few hundred steps. Over 5M tokens 50 ended at 1.652, 200 at 1.601, 400 at 1.603 (seed 0)."
         },
     )
     range_finder: RangeFinder = Field(
