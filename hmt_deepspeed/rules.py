@@ -160,9 +160,9 @@ class Rule:
         reads: the fields of ``hmt.optimizer`` that mean something to it, beside those of every rule; None for all.
         fixed_rank: the only rank. auto_share: share of the smaller side that ``"rank": "auto"`` is; with neither it
             is chosen among candidates.
-        scale, full_scale: of ``"scale": "auto"``; the second where a basis would span all columns. beside_ratio,
-            embedding_ratio: with it, factors on the learning rate of heads and vectors beside the matrices, and of
-            embeddings that are no heads too.
+        scale, full_scale: of ``"scale": "auto"``; the second where a basis would span all n columns, and of r of them
+            the first, but at most n / r times the second. beside_ratio, embedding_ratio: with it, factors on the
+            learning rate of heads and vectors beside the matrices, and of embeddings that are no heads too.
         usual_lr: a learning rate to start from. usual_states: of ``"state_dtype": "auto"``.
         products, symmetric_products: of a step in fp32, beside the update's own: how many of r x r matrices with rows,
             and how many with one another.

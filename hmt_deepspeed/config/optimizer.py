@@ -45,8 +45,8 @@ _OF_SCALES = "".join(
     if not rule.is_dense and rule.beside_ratio == 1
 )
 _OF_FACTORS = "; ".join(
-    f'of "{rule.method}" the update is multiplied by {rule.scale:g}, by {rule.full_scale:g} where a basis '
-    "would span all columns, and beside it embeddings have "
+    f'of "{rule.method}" the update is multiplied by {rule.scale:g}, in r of n columns by no more than '
+    f"{rule.full_scale:g} x n / r, and beside it embeddings have "
     f"{rule.embedding_ratio:g} times the rate, heads and vectors {rule.beside_ratio:g} times"
     for rule in _FIRST_ROWS
     if rule.beside_ratio != 1

@@ -63,10 +63,6 @@ VARIANTS: dict[str, Variant] = {
     "hmt_lowrank_adamw": Variant("hmt", {"optimizer": _LOW_RANK}, _ADAMW),
     "hmt_memory": Variant("hmt", {"preset": "memory"}, _MUON),
     "hmt_paper": Variant("hmt", {"preset": "paper"}, _ADAMW),
-    # half of the width in 8 bits: an eighth of AdamW's moments
-    "hmt_int8_half": Variant(
-        "hmt", {"optimizer": {**_LOW_RANK, "rank": "d/2", "state_dtype": "int8"}}, _ADAMW
-    ),
     # whole matrices, whose momentum in 8 bits takes fewer bytes than the default's with bases
     "hmt_muon_full": Variant("hmt", {"optimizer": {"method": "muon", "rank": "full"}}, _MUON),
     # the default within fewer bytes, moments and bases together: a thirty-second of AdamW's moments

@@ -213,7 +213,7 @@ def test_a_mixture_is_compared_by_its_experts(setting: Setting, data: Any, store
     assert run.evaluate(rows) == pytest.approx(alone, rel=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["hmt", "hmt_int8_half"])
+@pytest.mark.parametrize("variant", ["hmt", "hmt_lowrank_adamw"])
 def test_a_mixture_in_low_rank_has_a_result(
     setting: Setting, data: Any, store: Store, variant: str
 ) -> None:

@@ -128,8 +128,8 @@ class ResidualMatrix(ProjectedMatrix):
 
     @property
     def scale(self) -> float:
-        """Factor on the update; without one given the rule's, which has another where all columns are spanned."""
+        """Factor on the update; without one given the rule's, of r of n columns at most n / r times that of all."""
         if self.settings.scale is not None:
             return self.settings.scale
         rule = self.settings.rule
-        return rule.full_scale if self.is_full_at(self.rank) else rule.scale
+        return min(rule.scale, rule.full_scale * self.shape[1] / self.rank)

@@ -77,12 +77,22 @@ def test_beside_muon_embeddings_alone_have_a_higher_rate() -> None:
     assert with_a_scale["embed_tokens.weight"] == pytest.approx(1.0, rel=1e-3)
 
 
-@pytest.mark.parametrize("rank", [16, "full"])
-def test_muon_of_a_whole_matrix_has_a_factor_of_its_own(rank: int | str) -> None:
+@pytest.mark.parametrize("rank", [4, 8, 12, 16])
+def test_a_wider_basis_has_a_smaller_factor_down_to_that_of_all_columns(rank: int) -> None:
+    columns = 16
+    for method, error in (("lowrank_adamw", 1e-3), ("muon", 0.2)):
+        # the singular values of Muon's directions are between 0.8 and 1.2
+        rule = rule_of(method)
+        expected = min(rule.scale, rule.full_scale * columns / rank) * (rank / columns) ** 0.5
+        sizes = moved(method=method, rank=rank, residual="none")
+        assert sizes["fc.weight"] == pytest.approx(expected, rel=error), method
+
+
+def test_muon_of_a_whole_matrix_has_a_factor_of_its_own() -> None:
     muon = rule_of("muon")
     assert muon.full_scale < muon.scale
-    sizes = moved(method="muon", rank=rank)
-    alike = moved(method="muon", rank=rank, scale=muon.full_scale)
+    sizes = moved(method="muon", rank="full")
+    alike = moved(method="muon", rank="full", scale=muon.full_scale)
     assert sizes["fc.weight"] == pytest.approx(alike["fc.weight"], rel=1e-5)
     assert sizes["embed_tokens.weight"] == pytest.approx(muon.embedding_ratio, rel=1e-3)
 

@@ -88,7 +88,7 @@ def test_the_first_match_decides_before_every_other_pattern():
     up, gate = matrices["mlp.up.weight"], matrices["mlp.gate.weight"]
     assert (up.transposed, up.rank, up.scale, up.settings.residual) == (True, 4, 1.0, "probe")
     assert (gate.settings.projection, gate.rank) == ("two_sided", 8)
-    assert gate.scale == rule_of("lowrank_adamw").scale
+    assert gate.scale == 2.0  # of half of the columns: twice that of all of them
     assert gate.settings.residual == "none"
     assert (matrices["lm_head.weight"].redraws, matrices["lm_head.weight"].rank) == (True, 6)
     embed = matrices["embed.weight"]
