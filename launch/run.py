@@ -14,6 +14,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+# Before torch is loaded: threads that wait for one another spin for a millisecond by default, which makes a step more than
+# ten times as long on a CPU that others use, too. So many turns are a thirtieth of that.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
