@@ -14,8 +14,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-# Before torch is loaded: threads that wait for one another spin for a millisecond by default, which makes a step more than
-# ten times as long on a CPU that others use, too. So many turns are a thirtieth of that.
+# Before torch is loaded: where other processes want a core, threads that spin at every barrier as long as libgomp's
+# default has it, 300,000 turns, make a step several times as long.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
